@@ -28,6 +28,7 @@ docs: $(VENV)/.tools              ## build the documentation site in build/site
 
 soak: $(VENV)/.package            ## run tens of thousands of fault schedules against the protocol
 	$(BIN)/python tests/fault_schedules.py --count 30000 --seed 100000
+	$(BIN)/python tests/elastic_schedules.py --count 100000 --seed 100000
 
 stores: $(VENV)/.tools            ## install what tests on a real S3 server and a real HDFS need
 	.ci/packages stores

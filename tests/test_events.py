@@ -51,7 +51,7 @@ def test_kinds_are_a_file_format() -> None:
     assert sorted(EVENT_TYPES) == [
         "checkpoint", "decision", "ended", "epoch", "input", "machine", "phase", "profile",
         "progress", "server", "server_ended", "started", "steps", "steps_sum", "switch", "totals",
-        "verdict", "vitals", "worker", "worker_ended",
+        "verdict", "view", "vitals", "worker", "worker_ended",
     ]  # fmt: skip
 
 

@@ -31,7 +31,7 @@ class House:
         self.refused: list[str] = []
         self.hub = Hub(
             TOKEN,
-            lambda who, message: self.heard.append((who, message)),
+            lambda who, message, view: self.heard.append((who, message)),
             self.gone.append,
             self.refused.append,
         )
@@ -121,9 +121,9 @@ def test_messages_both_ways_and_the_end() -> None:
             ("worker-0", Heartbeat(0, 3, "forward", 9)),
         ]
         await house.until(lambda: len(house.hub.members) == 2, "both to be members")
-        house.hub.send("worker-0", Quiesce(4))
-        assert await asyncio.to_thread(worker.receive) == Quiesce(4)
-        house.hub.send("worker-9", Quiesce(4))  # Nobody: reported elsewhere, not here.
+        house.hub.send("worker-0", Quiesce(4, 8))
+        assert await asyncio.to_thread(worker.receive) == Quiesce(4, 8)
+        house.hub.send("worker-9", Quiesce(4, 8))  # Nobody: reported elsewhere, not here.
         server.close()
         await house.until(lambda: house.gone == ["server-0"], "the server to be gone")
         assert sorted(house.hub.members) == ["worker-0"]
@@ -140,8 +140,8 @@ def test_second_of_a_name_is_refused_and_the_first_stays() -> None:
         with pytest.raises(PeerLost):
             await asyncio.to_thread(second.receive)
         assert house.refused == ["server-0: server-0 is already connected"]
-        house.hub.send("server-0", Quiesce(1))
-        assert await asyncio.to_thread(first.receive) == Quiesce(1)
+        house.hub.send("server-0", Quiesce(1, 2))
+        assert await asyncio.to_thread(first.receive) == Quiesce(1, 2)
         assert house.gone == []
 
     visit(story)

@@ -20,7 +20,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "paceline"
 
 FILE_PATTERNS = {
-    "telemetry/events.py": "telemetry.events",
+    "telemetry/event*.py": "telemetry.events",
     "cluster/remote/*.py": "cluster.remote",
     "codecs/__init__.py": "codecs.spec",
     "codecs/registry.py": "codecs.spec",

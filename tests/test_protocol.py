@@ -227,7 +227,7 @@ EXAMPLES: list[Message] = [
     PlannedSteps(1, 0, 64, 32, (1, 0)),
     LeaseGranted(3, Lease(1, 0, 0, 8, 2, 4), -1),
     EnterPhase(0, (("127.0.0.1", 5),), True),
-    Quiesce(4),
+    Quiesce(4, 8),
     SaveCheckpoint("1", {"history": {"rows": [{"a": None}]}}),
     WorkerReady(0, 10, 2, None, ("val",)),
     GradientPushed(0, 1, 2, 3, 4, 5, StepStats(1, 1, 0.5, 1)),

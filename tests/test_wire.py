@@ -333,6 +333,7 @@ class Served:
         """Make it hold these weights under plain SGD."""
         body = weights.numpy().tobytes()
         message = LoadShard(
+            view=0,
             nbytes=len(body),
             slices=(SliceEntry("w", 0, len(body), "float32", 0, (len(weights),)),),
             options=({"lr": 0.5},),
@@ -356,7 +357,9 @@ def served() -> Iterator[Served]:
 
 
 def push(channel: Channel, body: bytes) -> None:
-    message = PushGradient(worker=0, handle=1, missing=(), options=({"lr": 0.5},), payload=None)
+    message = PushGradient(
+        worker=0, view=0, handle=1, missing=(), options=({"lr": 0.5},), payload=None
+    )
     channel.send(data_to_wire(message), memoryview(body))
 
 
@@ -411,7 +414,7 @@ def test_gradients_in_memory_are_applied_by_order_alone(served: Served) -> None:
 
     def announce(handle: int, *, in_place: bool) -> None:
         message = PushShared(
-            worker=3, handle=handle, missing=(), options=({"lr": 1.0},), in_place=in_place
+            worker=3, view=0, handle=handle, missing=(), options=({"lr": 1.0},), in_place=in_place
         )
         channel.send(data_to_wire(message))
 
@@ -427,7 +430,7 @@ def test_gradients_in_memory_are_applied_by_order_alone(served: Served) -> None:
         served.control.orders.put(ApplyUpdate(version, (GradientRef(3, version, 1.0),), 1.0, None))
 
     gradient.fill_(4.0)
-    header = PushHeader(worker=3, handle=3, missing=(), options=({"lr": 1.0},))
+    header = PushHeader(worker=3, view=0, handle=3, missing=(), options=({"lr": 1.0},))
     assert lane.post(3, pack(data_to_wire(header)))
     order = ApplyUpdate(3, (GradientRef(3, 3, 1.0),), 1.0, None)
     served.control.orders.put(order)

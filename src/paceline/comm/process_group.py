@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -27,8 +29,12 @@ class CoordinatorStore(dist.Store):  # type: ignore[name-defined, misc]
     torch's own TCPStore listens on all interfaces and knows no token.
     """
 
-    def __init__(self, host: str, port: int, *, token: str, who: str, timeout_s: float) -> None:
+    def __init__(
+        self, host: str, port: int, *, token: str, who: str, timeout_s: float, prefix: str = ""
+    ) -> None:
+        """`prefix` separates the keys of one view from those of others."""
         super().__init__()
+        self._prefix = prefix
         self._channel = Channel.connect(
             host, port, token=token, peer="the coordinator's store", timeout_s=timeout_s
         )
@@ -48,27 +54,30 @@ class CoordinatorStore(dist.Store):  # type: ignore[name-defined, misc]
         self._channel.close()
 
     def set(self, key: str, value: str | bytes) -> None:
-        self.call("set", key, value.encode() if isinstance(value, str) else bytes(value))
+        self.call(
+            "set", self._prefix + key, value.encode() if isinstance(value, str) else bytes(value)
+        )
 
     def get(self, key: str) -> bytes:
-        return bytes(self.call("get", key, self._timeout_s))
+        return bytes(self.call("get", self._prefix + key, self._timeout_s))
 
     def add(self, key: str, amount: int) -> int:
-        return int(self.call("add", key, amount))
+        return int(self.call("add", self._prefix + key, amount))
 
     def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
         limit = self._timeout_s if timeout is None else timeout.total_seconds()
         for key in keys:
-            self.call("get", key, limit)
+            self.call("get", self._prefix + key, limit)
 
     def check(self, keys: list[str]) -> bool:
-        return bool(self.call("check", list(keys)))
+        return bool(self.call("check", [self._prefix + key for key in keys]))
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        key = self._prefix + key
         return bytes(self.call("compare_set", key, bytes(expected), bytes(desired)))
 
     def delete_key(self, key: str) -> bool:
-        return bool(self.call("delete", key))
+        return bool(self.call("delete", self._prefix + key))
 
     def num_keys(self) -> int:
         return int(self.call("count"))
@@ -116,6 +125,10 @@ class CollectiveGroup:
         # torch keeps only the C++ object of the store, and calls the Python object for every group.
         self._store = store
         self._timeout = datetime.timedelta() if store is None else store.timeout
+        self.aborted = False
+        """True when the view has ended: every wait for another worker raises PeerLost."""
+        self._sockets: set[tuple[int, str]] = set()
+        self._address = ""
         self._divided: dict[tuple[tuple[int, ...], ...], CollectiveGroup] = {}
         self._shared: dict[tuple[str, int], SharedMemoryGroup | str] = {}
         self._machines: list[list[int]] | None = None
@@ -124,10 +137,11 @@ class CollectiveGroup:
         """Returns this worker's group of a partition; all workers must pass the same one."""
         if groups not in self._divided:
             # torch requires all processes to create all groups in the same order.
-            made = [
-                dist.new_group(list(g), timeout=self._timeout) if len(g) > 1 else None
-                for g in groups
-            ]
+            with self._recording_sockets():
+                made = [
+                    dist.new_group(list(g), timeout=self._timeout) if len(g) > 1 else None
+                    for g in groups
+                ]
             mine = next(i for i, g in enumerate(groups) if self.rank in g)
             self._divided[groups] = CollectiveGroup(self.rank, len(groups[mine]), made[mine])
         return self._divided[groups]
@@ -135,11 +149,53 @@ class CollectiveGroup:
     @classmethod
     def init(cls, store: CoordinatorStore, *, rank: int, size: int, address: str) -> Self:
         """Joins the other workers; Gloo listens on the address's interface, unauthenticated."""
+        group = cls(rank, size, store=store)
+        group.connect(address)
+        return group
+
+    def wait_for_all(self) -> None:
+        """Waits until all workers have come here, so that connecting takes little time."""
+        self._all_gather_text("here", "")
+
+    def connect(self, address: str, timeout_s: float | None = None) -> None:
+        """Meets the other workers, within `timeout_s` if it is shorter than that of the store."""
+        assert self._store is not None
         os.environ["GLOO_SOCKET_IFNAME"] = find_interface(address)
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=size, timeout=store.timeout
-        )
-        return cls(rank, size, store=store)
+        self._address = address
+        limit = datetime.timedelta(seconds=timeout_s) if timeout_s is not None else self._timeout
+        with self._recording_sockets():
+            dist.init_process_group(
+                "gloo",
+                store=self._store,
+                rank=self.rank,
+                world_size=self.size,
+                timeout=min(limit, self._timeout),
+            )
+        if limit < self._timeout:
+            dist.distributed_c10d._set_pg_timeout(self._timeout)
+
+    @contextmanager
+    def _recording_sockets(self) -> Iterator[None]:
+        """Records the connections that Gloo opens, which it offers no way to interrupt."""
+        before = _open_sockets()
+        try:
+            yield
+        finally:
+            self._sockets |= _open_sockets() - before
+
+    def abort(self) -> None:
+        """Makes all waits for other workers fail, in any thread; then only `destroy` is allowed."""
+        self.aborted = True
+        if self._store is not None:
+            self._store.close()
+        for descriptor, _ in self._sockets & _open_sockets():
+            with contextlib.suppress(OSError):
+                connection = socket.socket(fileno=os.dup(descriptor))
+                with connection:
+                    connection.getpeername()  # Gloo does not survive this for its listener.
+                    # Another thread may have opened an unrelated connection meanwhile.
+                    if connection.getsockname()[0] == self._address:
+                        connection.shutdown(socket.SHUT_RDWR)
 
     def shared_memory(self, slot_bytes: int, use: str = "gradients") -> SharedMemoryGroup | str:
         """Returns memory shared with the workers of this machine, or the reason why there is none.
@@ -192,7 +248,9 @@ class CollectiveGroup:
             name = store.get(f"{prefix}/name/{mine[0]}").decode()
             if name:
                 timeout_s = self._timeout.total_seconds()
-                arena = SharedRegion(name, mine, self.rank, slot_bytes, timeout_s)
+                arena = SharedRegion(
+                    name, mine, self.rank, slot_bytes, timeout_s, lambda: self.aborted
+                )
             else:
                 why = f"worker {mine[0]} could not create it"
         except OSError as error:
@@ -206,7 +264,8 @@ class CollectiveGroup:
         leaders = None
         if len(together) > 1:
             # torch requires all processes to take part in creating a group.
-            leaders = dist.new_group([m[0] for m in together.values()], timeout=self._timeout)
+            with self._recording_sockets():
+                leaders = dist.new_group([m[0] for m in together.values()], timeout=self._timeout)
         return SharedMemoryGroup(arena, leaders, len(together))
 
     def _all_gather_text(self, key: str, value: str) -> list[str]:
@@ -294,5 +353,18 @@ class CollectiveGroup:
             dist.barrier(group=self._members)
 
     def destroy(self) -> None:
-        if self.size > 1:
+        if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
+        if self._store is not None:
+            self._store.close()
+
+
+def _open_sockets() -> set[tuple[int, str]]:
+    """Returns descriptor and identity of this process's sockets."""
+    found = set()
+    for descriptor in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        with contextlib.suppress(OSError):
+            link = os.readlink(f"/proc/self/fd/{descriptor}")
+            if link.startswith("socket:"):
+                found.add((int(descriptor), link))
+    return found

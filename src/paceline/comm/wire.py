@@ -209,6 +209,8 @@ class ControlConnection:
             host, port, token=token, peer="the coordinator", timeout_s=timeout_s
         )
         self._channel.send({"who": who, "pid": pid, "role": "member"})
+        self.view = 0
+        """Number of the view that this process belongs to; every message carries it."""
 
     @property
     def local_address(self) -> str:
@@ -216,7 +218,7 @@ class ControlConnection:
         return self._channel.local_address
 
     def send(self, message: Message) -> None:
-        self._channel.send(message_to_wire(message))
+        self._channel.send({**message_to_wire(message), "view": self.view})
 
     def receive(self) -> Message:
         """Waits for the next message. Raises PeerLost if the coordinator is gone.
@@ -225,6 +227,32 @@ class ControlConnection:
         """
         head, _ = self._channel.receive(patient=True)
         return message_from_wire(head)
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+class AlertConnection:
+    """Receives the numbers of views that have ended, next to the control connection.
+
+    A worker in an exchange with a lost one does not read its control connection. A separate thread
+    waits here.
+    """
+
+    def __init__(
+        self, host: str, port: int, *, token: str, who: str, pid: int, timeout_s: float
+    ) -> None:
+        self._channel = Channel.connect(
+            host, port, token=token, peer="the coordinator", timeout_s=timeout_s
+        )
+        self._channel.send({"who": who, "pid": pid, "role": "alerts"})
+
+    def receive(self) -> int:
+        """Waits for the end of a view. Raises PeerLost if the coordinator is gone."""
+        head, _ = self._channel.receive(patient=True)
+        if not isinstance(head, int):
+            raise WireError("malformed alert")
+        return head
 
     def close(self) -> None:
         self._channel.close()

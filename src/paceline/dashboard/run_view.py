@@ -106,7 +106,13 @@ class RunView:
                 else:
                     self.verdicts[key] = event.to_plain()
                 self._mark(event)
-            case ev.StrategyStarted() | ev.SwitchDecided() | ev.CheckpointSaved() | ev.RunEnded():
+            case (
+                ev.StrategyStarted()
+                | ev.SwitchDecided()
+                | ev.ViewChanged()
+                | ev.CheckpointSaved()
+                | ev.RunEnded()
+            ):
                 self._mark(event)
             case ev.WorkerEnded() | ev.ServerEnded():
                 self.processes[process].ended = True

@@ -25,16 +25,19 @@ MAX_STORE_BYTES = 1 << 20
 
 @dataclass(eq=False)
 class Hub:
-    """Accepts connections; calls `on_message(who, message)` and `on_gone(who)`."""
+    """Accepts connections; calls `on_message(who, message, view)` and `on_gone(who)`."""
 
     token: str = field(repr=False)
-    on_message: Callable[[str, Message], None]
+    on_message: Callable[[str, Message, int | None], None]
     on_gone: Callable[[str], None]
     on_refused: Callable[[str], None]
 
     def __post_init__(self) -> None:
         self.members: dict[str, HubConnection] = {}
         self.store = RendezvousStore()
+        self.alerts: dict[str, HubConnection] = {}
+        """Connections on which workers learn that their view has ended."""
+        self._ended_views: dict[str, int] = {}
         self._server: asyncio.Server | None = None
 
     async def listen(self, host: str) -> int:
@@ -49,12 +52,31 @@ class Hub:
         if peer is not None:
             peer.send(message_to_wire(message))
 
+    def interrupt(self, who: str, view: int) -> None:
+        """Sends a worker the number of a view that has ended, as soon as it has connected."""
+        self._ended_views[who] = view
+        if who in self.alerts:
+            self.alerts[who].send(view)
+
+    def forget(self, who: str) -> None:
+        """Drops the connections of a process that is gone; another may take its name."""
+        self._ended_views.pop(who, None)
+        for peer in (self.members.pop(who, None), self.alerts.pop(who, None)):
+            if peer is not None:
+                peer.drop()
+
+    def on_alerts(self, who: str, peer: "HubConnection") -> None:
+        self.alerts[who] = peer
+        if who in self._ended_views:
+            peer.send(self._ended_views[who])
+
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()
-        for peer in list(self.members.values()):
+        for peer in [*self.members.values(), *self.alerts.values()]:
             peer.drop()
         self.members.clear()
+        self.alerts.clear()
 
 
 class HubConnection(asyncio.Protocol):
@@ -95,6 +117,8 @@ class HubConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._deadline.cancel()
+        if self.who is not None and self._hub.alerts.get(self.who) is self:
+            del self._hub.alerts[self.who]
         # A refused second member of the same name must not remove the first.
         if self.who is not None and self._hub.members.get(self.who) is self:
             del self._hub.members[self.who]
@@ -114,8 +138,12 @@ class HubConnection(asyncio.Protocol):
     def _handle(self, head: Any) -> None:
         if self.who is None:
             self._introduce(head)
-        elif self.role != "store":
-            self._hub.on_message(self.who, message_from_wire(head))
+        elif self.role == "member":
+            view = head.pop("view", None) if isinstance(head, dict) else None
+            if self._hub.members.get(self.who) is self:  # Else its name belongs to another by now.
+                self._hub.on_message(self.who, message_from_wire(head), view)
+        elif self.role == "alerts":
+            raise WireError("unexpected message on an alert connection")
         elif not isinstance(head, list) or not head or not isinstance(head[0], str):
             raise WireError("malformed store call")
         else:
@@ -125,7 +153,10 @@ class HubConnection(asyncio.Protocol):
         if not isinstance(head, dict) or not isinstance(head.get("who"), str):
             raise WireError("malformed introduction: the peer did not send its name")
         self.who, self.role = head["who"], str(head.get("role"))
-        if self.role != "store":
+        if self.role == "alerts":
+            self._hub.on_alerts(self.who, self)
+        elif self.role != "store":
+            self.role = "member"
             if self.who in self._hub.members:
                 raise WireError(f"{self.who} is already connected")
             self._hub.members[self.who] = self

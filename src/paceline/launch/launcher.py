@@ -44,6 +44,9 @@ class Launcher(ABC):
     supports_live_objects = False
     """True if objects of this process can be passed to the processes it starts."""
 
+    starts_servers = False
+    """True if servers can be processes of their own, which outlive a worker that is lost."""
+
     def bundle(self, job_file: Path | None, out: Path) -> None:  # noqa: B027
         """Collects the files that the job needs before any process starts; raises UsageError."""
 

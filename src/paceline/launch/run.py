@@ -259,6 +259,7 @@ def _run(
     fresh: bool,
 ) -> RunResult:
     """Runs in a locked folder; `fresh` if it did not exist before."""
+    plan = dataclasses.replace(plan, min_workers=options.min_workers or 0)
     folder = RunFolder(options.out)
     checkpoint = options.from_checkpoint
     if checkpoint is None and options.resume:
@@ -322,6 +323,7 @@ def _run(
         show=record,
         memory=memory,
         monitor=watch,
+        restarts=options.restarts if plan.is_elastic else 0,
     )
 
     def leave_nothing() -> None:

@@ -42,6 +42,11 @@ class RunOptions(RunSettings):
         super().__post_init__()
         if self.workers < 1:
             raise UsageError(f"--workers must be at least 1, got {self.workers}")
+        if self.min_workers is not None and self.min_workers > self.workers:
+            raise UsageError(
+                f"--min-workers {self.min_workers} is larger than --workers {self.workers}; "
+                "use at most the number of workers"
+            )
 
     @property
     def threads_each(self) -> int:

@@ -1,6 +1,7 @@
 """The supervisor: starts a run's processes, executes the coordinator's actions, and cleans up.
 
-The first failure ends the run: the process that caused it is named, all others are killed within
+A lost worker leaves the run, and is started again if possible, as long as enough others remain. Any
+other failure ends the run: the process that caused it is named, all others are killed within
 seconds, and no process remains, whether the run is done, failed or interrupted.
 """
 
@@ -13,16 +14,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.errors import PacelineError, UsageError
+from paceline.launch.deadlines import Deadlines
 from paceline.launch.failure import CERTAINTY_BY_BLAME, Certainty, FailureLog, ProcessFailure
 from paceline.launch.folder_service import FolderService, ProcessLogs
 from paceline.launch.hub import Hub
 from paceline.launch.launcher import LaunchedProcess, Launcher
 from paceline.launch.live_monitor import LiveMonitor
+from paceline.launch.restarts import RestartPolicy
 from paceline.launch.signals import cancel_on_signals
 from paceline.protocol.coordinator import Coordinator
 from paceline.protocol.history import CoordinatorMemory, History
-from paceline.protocol.membership import MemberStatus
 from paceline.protocol.messages import (
+    ExchangeFailed,
     Message,
     ProcessFailing,
     StopServer,
@@ -30,7 +33,14 @@ from paceline.protocol.messages import (
     WorkerFinished,
 )
 from paceline.protocol.pace import Send, SendToServers
-from paceline.protocol.run_spec import Action, EmitEvent, EndRun, RunSpec
+from paceline.protocol.run_spec import (
+    Action,
+    EmitEvent,
+    EndRun,
+    InterruptWorker,
+    RefuseWorker,
+    RunSpec,
+)
 from paceline.strategies.registry import make_pace, make_switch_policy
 from paceline.telemetry.events import RunProgress
 from paceline.telemetry.result import RunOutcome
@@ -41,13 +51,13 @@ GRACE_S = 1.0
 """Wait for the cause of a failure that may be a consequence."""
 CORRELATED_EXIT_S = 0.2
 """A worker and the servers it started are lost within this time of each other."""
-STARTUP_S = 60.0
-"""Time for importing torch and joining the group, however short the deadline."""
 STACKS_S = 2.0
 SHUTDOWN_TIMEOUT_S = 10.0
 """Time for processes to exit by themselves when the run is done."""
 LAST_LINES = 10
 PROGRESS_S = 0.5
+LATE_S = 2.0
+"""If this process itself was stopped for this long, it has missed heartbeats."""
 JUDGE_S = 1.0
 
 
@@ -75,6 +85,8 @@ class Supervisor:
     show: OnEvent
     memory: CoordinatorMemory | None
     monitor: LiveMonitor | None
+    restarts: int = 0
+    """Restarts of each lost worker."""
     coordinator: type[Coordinator] = Coordinator
     """Makes the decisions; those of training by default."""
 
@@ -92,7 +104,11 @@ class Supervisor:
             *(self._token, self._on_message, self._on_gone),
             lambda text: self._logs.write("supervisor", f"refused a connection from {text}"),
         )
-        self._processes: list[LaunchedProcess] = []
+        self._processes: dict[str, LaunchedProcess] = {}
+        """Processes that are part of the run, by name."""
+        self._started: list[LaunchedProcess] = []
+        self._assignments: dict[int, Assignment] = {}
+        self._restarts = RestartPolicy(self.restarts)
         self._tasks: list[asyncio.Task[Any]] = []
         self._failures = FailureLog()
         self._end: EndRun | None = None
@@ -100,6 +116,8 @@ class Supervisor:
         self._ended = asyncio.Event()
         self._folder_service = FolderService(self.folder, self.template.get("checkpoint"))
         self._parents = self.launcher.place_servers(self.plan.servers, self.plan.workers)
+        if self.plan.is_elastic and self.launcher.starts_servers:
+            self._parents = [None] * self.plan.servers
         self._progress_due = 0.0
 
     def _now(self) -> float:
@@ -117,6 +135,7 @@ class Supervisor:
             if self._end is not None and self._end.status == "done":
                 for server in range(self.plan.servers):
                     self._hub.send(f"server-{server}", StopServer())
+                self._stop_joining()
                 await self._wait_for_exits()
         except asyncio.CancelledError:
             self._carry_out(self._coordinator.stop("cancelled", "interrupted by the user"))
@@ -139,14 +158,21 @@ class Supervisor:
             self._coordinator.members.begin(self._now())
             port = await self._hub.listen(self.launcher.host)
             for assignment in self._assign(port):
-                process = await self.launcher.start(assignment, self.live, self._on_line)
-                self._processes.append(process)
-                self._tasks.append(asyncio.create_task(self._watch(process)))
+                if assignment.kind == "worker":
+                    self._assignments[assignment.index] = assignment
+                await self._launch(assignment)
         except PacelineError as error:
             is_usage_error, details = isinstance(error, UsageError), getattr(error, "details", "")
             self._fail("supervisor", str(error), details, is_usage_error=is_usage_error)
             return
         self._tasks.append(asyncio.create_task(self._watch_deadlines()))
+
+    async def _launch(self, assignment: Assignment) -> None:
+        live = self.live if assignment.has_live_job else None
+        process = await self.launcher.start(assignment, live, self._on_line)
+        self._started.append(process)
+        self._processes[assignment.process_name] = process
+        self._tasks.append(asyncio.create_task(self._watch(process)))
 
     def _assign(self, port: int) -> Iterator[Assignment]:
         """The assignment of each process; servers without a parent worker come first."""
@@ -156,6 +182,7 @@ class Supervisor:
             "host": self.launcher.host,
             "port": port,
             "timeout_s": self.timeout_s,
+            "elastic": self.plan.is_elastic,
             "folder": str(self.folder.path.resolve()),
             "started_wall_s": self.started_wall_s,
             **self.template,
@@ -174,13 +201,13 @@ class Supervisor:
 
     # ---- what comes in ------------------------------------------------------------------------
 
-    def _on_message(self, who: str, message: Message) -> None:
+    def _on_message(self, who: str, message: Message, view: int | None) -> None:
         if isinstance(message, ProcessFailing):
             if message.blame == "usage":
                 self._fail(who, message.error, message.traceback, is_usage_error=True)
             else:
                 text = f"{who.replace('-', ' ')} failed{self._at_step(who)}: {message.error}"
-                self._fail(who, text, message.traceback, CERTAINTY_BY_BLAME[message.blame])
+                self._lose(who, text, message.traceback, CERTAINTY_BY_BLAME[message.blame])
             return
         if isinstance(message, TelemetryForwarded):
             if self.monitor is not None:
@@ -188,12 +215,16 @@ class Supervisor:
             return
         if isinstance(message, WorkerFinished):
             self._finished.add(who)
+        if isinstance(message, ExchangeFailed):
+            # The loss of the other worker is usually noticed first.
+            text = f"{who.replace('-', ' ')}: {message.error}"
+            asyncio.get_running_loop().call_later(GRACE_S, self._renew, view, text)
         try:
             taken, answer = self._folder_service.handle(who, message, self._now())
             if answer is not None:
                 self._hub.send(who, answer)
             if not taken:
-                self._carry_out(self._coordinator.handle(message, self._now()))
+                self._carry_out(self._coordinator.handle(message, self._now(), view))
                 self._show_progress()
         except Exception as error:
             # A bug of ours, or a full disk: no worker must be blamed for it.
@@ -256,6 +287,11 @@ class Supervisor:
                     self._hub.send(f"server-{server}", action.message)
             elif isinstance(action, EmitEvent):
                 self.show(action.event)
+            elif isinstance(action, InterruptWorker):
+                self._hub.interrupt(f"worker-{action.worker}", action.view)
+            elif isinstance(action, RefuseWorker):
+                self._logs.write("supervisor", f"refused: {action.reason}")
+                self._drop(f"worker-{action.worker}")
             elif isinstance(action, EndRun):
                 self._end = action
                 self._ended.set()
@@ -275,16 +311,65 @@ class Supervisor:
     async def _watch(self, process: LaunchedProcess) -> None:
         how, who = await process.wait(), process.process_name
         if self._ended.is_set() or (how is None and who in self._finished):
-            return  # Done before the others: worker 0 may still be saving the model.
+            return
         # Its last message may still be in transit on the control connection.
         await asyncio.sleep(0.1)
-        if self._ended.is_set() or self._failures.has_failed(who):
+        if self._ended.is_set() or self._processes.get(who) is not process:
+            return
+        if self._failures.has_failed(who):
             return
         text = (
             f"{who.replace('-', ' ')} ({process.location}) ended{self._at_step(who)}: "
             f"{how or 'exit status 0 before the run was over'}"
         )
-        self._fail(who, text, "\n".join(self._logs.last_lines(who, LAST_LINES)))
+        self._lose(who, text, "\n".join(self._logs.last_lines(who, LAST_LINES)))
+
+    def _lose(
+        self, who: str, text: str, details: str = "", certainty: Certainty = Certainty.CAUSE
+    ) -> None:
+        """Continues without a worker if the run can, else ends the run."""
+        kind, _, index = who.partition("-")
+        if self._ended.is_set() or who not in self._processes:
+            return
+        if kind != "worker" or not self._coordinator.can_lose(int(index)):
+            self._fail(who, text, details, certainty)
+            return
+        worker = int(index)
+        self._logs.write("supervisor", "\n".join(filter(None, (text, details))))
+        self._drop(who)
+        delay_s = self._restarts.next_delay_s(worker, text)
+        if delay_s is not None:
+            self._tasks.append(asyncio.create_task(self._restart(worker, delay_s)))
+        elif why := self._restarts.why_excluded(worker):
+            text = f"{text}; {why}"
+        self._carry_out(self._coordinator.lose(worker, text, self._now()))
+
+    def _drop(self, who: str) -> None:
+        """Ends a process and ignores everything that it still says."""
+        self._processes.pop(who).kill()
+        self._hub.forget(who)
+        self._finished.discard(who)
+
+    async def _restart(self, worker: int, delay_s: float) -> None:
+        """Starts a lost worker again, which then joins the run."""
+        await asyncio.sleep(delay_s)
+        update = {"joins": self._restarts.restarts_of(worker), "servers": (), "checkpoint": None}
+        try:
+            await self._launch(self._assignments[worker].model_copy(update=update))
+        except PacelineError as error:
+            self._logs.write("supervisor", f"worker {worker} could not be restarted: {error}")
+        else:
+            self._coordinator.members.add(worker, self._now())
+
+    def _stop_joining(self) -> None:
+        """Ends workers that have not joined yet when the run is done."""
+        members = {f"worker-{worker}" for worker in self._coordinator.view.workers}
+        for who in [w for w in self._processes if w.startswith("worker-") and w not in members]:
+            self._drop(who)
+
+    def _renew(self, view: int | None, reason: str) -> None:
+        if view is not None:
+            self._carry_out(self._coordinator.renew(view, reason, self._now()))
 
     def _fail(
         self,
@@ -307,32 +392,33 @@ class Supervisor:
             self._carry_out(self._coordinator.stop("failed", cause.text))
 
     async def _watch_deadlines(self) -> None:
+        deadlines = Deadlines(self._coordinator.members, self.timeout_s)
         while True:
-            await asyncio.sleep(min(1.0, self.timeout_s / 4))
-            if not self._find_stuck():
+            due = self._now() + deadlines.interval_s
+            await asyncio.sleep(deadlines.interval_s)
+            if self._now() > due + LATE_S:
+                self._coordinator.members.restart_timers(self._now())
+            if self.plan.is_elastic:
+                for worker, text in deadlines.find_silent(self._now()):
+                    self._lose(f"worker-{worker}", text)
+            if not deadlines.find_stuck(self._now()):
                 continue
-            for process in self._processes:
+            for process in self._processes.values():
                 process.request_stacks()
             await asyncio.sleep(min(STACKS_S, self.timeout_s))
-            stuck = self._find_stuck()
+            stuck = deadlines.find_stuck(self._now())
             if not stuck:
                 continue  # It was slow, and has continued.
-            names = ", ".join(f"worker {worker}" for worker, _ in stuck)
-            where = ", ".join(f"step {m.step}, in {m.phase}" for _, m in stuck)
+            if all(self._coordinator.can_lose(worker) for worker, _ in stuck):
+                for worker, member in stuck:
+                    self._lose(f"worker-{worker}", deadlines.describe([(worker, member)]))
+                continue
             stacks = [
                 f"stacks of worker {w}:\n" + self._logs.stacks(f"worker-{w}") for w, _ in stuck
             ]
-            text = f"{names} made no progress for {self.timeout_s:g} s ({where})"
-            self._fail(f"worker-{stuck[0][0]}", f"{text}; the run was stopped", "\n\n".join(stacks))
+            text = f"{deadlines.describe(stuck)}; the run was stopped"
+            self._fail(f"worker-{stuck[0][0]}", text, "\n\n".join(stacks))
             return
-
-    def _find_stuck(self) -> list[tuple[int, MemberStatus]]:
-        now = self._now()
-        return [
-            (worker, member)
-            for worker, member in self._coordinator.members.find_stuck(now, self.timeout_s)
-            if member.phase != "startup" or now - member.since > STARTUP_S
-        ]
 
     def _at_step(self, who: str) -> str:
         if not who.startswith("worker-"):
@@ -342,12 +428,12 @@ class Supervisor:
     # ---- the end ------------------------------------------------------------------------------
 
     async def _wait_for_exits(self) -> None:
-        ends = [asyncio.create_task(process.wait()) for process in self._processes]
+        ends = [asyncio.create_task(process.wait()) for process in self._started]
         if ends:
             await asyncio.wait(ends, timeout=SHUTDOWN_TIMEOUT_S)
 
     async def _clean_up(self) -> None:
-        for process in self._processes:
+        for process in self._started:
             process.kill()
         if self.monitor is not None:
             await self.monitor.stop()

@@ -135,6 +135,11 @@ class BlockDealer:
         """Reassigns the queued rows of a worker to others."""
         self.return_rows(tuple(self._queues.pop(worker, ())))
 
+    def drop_all_workers(self) -> None:
+        """Reassigns the queued rows of all workers, whose numbers may change."""
+        for worker in sorted(self._queues, reverse=True):
+            self.drop_worker(worker)
+
     def remaining(self) -> list[RowRange]:
         """Returns all rows that were not taken yet, in order, as few ranges as possible."""
         return list(merge_ranges(sorted(chain(*self._fresh, *self._queues.values()))))

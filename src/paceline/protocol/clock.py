@@ -46,6 +46,7 @@ class Clock(ABC):
         """Starts a training interval."""
         self._pushes = [0] * self._workers
         self._fewest = 0
+        self._lost: set[int] = set()
 
     def advance(self, worker: int) -> bool:
         """Counts a push; returns True if the minimum has increased."""
@@ -53,8 +54,23 @@ class Clock(ABC):
         self._pushes[worker] = old + 1
         if old > self._fewest:
             return False
-        self._fewest = min(self._pushes)
-        return self._fewest > old
+        return self._raise_minimum()
+
+    def _raise_minimum(self) -> bool:
+        before, lost = self._fewest, self._lost
+        self._fewest = min(
+            (n for w, n in enumerate(self._pushes) if w not in lost) if lost else self._pushes,
+            default=before,
+        )
+        return self._fewest > before
+
+    def forget(self, worker: int) -> list[int]:
+        """Stops counting a lost worker; returns those that it held back."""
+        self._lost.add(worker)
+        return self._released_by_minimum() if self._raise_minimum() else []
+
+    def _released_by_minimum(self) -> list[int]:
+        return []
 
     def lag(self, worker: int) -> int:
         return self._pushes[worker] - self._fewest
@@ -102,6 +118,14 @@ class SspClock(Clock):
             released = [self._held.pop()]
         return ClockDecision(updates=[[push]], release=released)
 
+    def forget(self, worker: int) -> list[int]:
+        self._held = [w for w in self._held if w != worker]
+        return super().forget(worker)
+
+    def _released_by_minimum(self) -> list[int]:
+        # With a bound of 0, a round must be complete: `flush` ends it when no worker is active.
+        return self._release_held() if self._bound else []
+
     def _release_held(self) -> list[int]:
         released = [w for w in self._held if self.lag(w) <= self._bound]
         self._held = [w for w in self._held if self.lag(w) > self._bound]
@@ -129,6 +153,9 @@ class DsspClock(SspClock):
     def begin(self) -> None:
         super().begin()
         self._extra = [0] * self._workers
+
+    def _released_by_minimum(self) -> list[int]:
+        return self._release_held()
 
     def on_push(self, push: Push, now: float) -> ClockDecision:
         worker = push.worker

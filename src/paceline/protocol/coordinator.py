@@ -6,9 +6,10 @@ run between training intervals.
 """
 
 import math
-from typing import Any
+from collections.abc import Callable
 
 from paceline.protocol.messages import (
+    ExchangeFailed,
     GradientPushed,
     Heartbeat,
     LossDiverged,
@@ -17,6 +18,7 @@ from paceline.protocol.messages import (
     ShardSqNorm,
     StepsApplied,
     TrainingResumed,
+    WorkerReady,
 )
 from paceline.protocol.pace import Pace
 from paceline.protocol.run_sequence import RunSequence
@@ -29,28 +31,38 @@ _TRAINING = (GradientPushed, StepsApplied)
 class Coordinator(RunSequence):
     """Handles messages and returns actions; `history` can be read at any time."""
 
-    def handle(self, event: Message, now: float) -> list[Action]:
-        """Handles one report; returns actions to execute in order."""
+    def handle(self, event: Message, now: float, view: int | None = None) -> list[Action]:
+        """Handles one report; returns actions to execute in order.
+
+        `view` is that of the sender: reports from outside the current view have no effect.
+        """
         if self._ended:
             return []
         self._now = now
         self._actions = []
-        if isinstance(event, _TRAINING):
-            self._on_training(event)
-        elif isinstance(event, Heartbeat):
+        if isinstance(event, Heartbeat):
+            # It carries the number of the worker, and is valid in every view.
             self.members.on_heartbeat(
                 event.worker, event.step, event.phase, event.phase_changes, now
             )
+        elif isinstance(event, WorkerReady):
+            self._on_ready(event)
+        elif self._is_foreign(event, view):
+            pass
+        elif isinstance(event, _TRAINING):
+            self._on_training(event)
         elif isinstance(event, ShardSqNorm):
             # Servers may still be applying the last update when the workers have drained.
             assert self._pace is not None
-            self._actions.extend(self._pace.on_report(event, now))
+            self._send(self._pace.on_report(event, now))
         elif isinstance(event, LossDiverged):
             self._on_diverging(event)
         elif isinstance(event, TrainingResumed):
             self._resumed[event.worker] = event.pause_s
-            if len(self._resumed) == self.plan.workers:
+            if len(self._resumed) == self.view.size:
                 self._flush_switch()
+        elif isinstance(event, ExchangeFailed):
+            pass  # Its cause is usually known soon; otherwise `renew` is called.
         elif isinstance(event, ServerReady):
             self._servers[event.server] = (event.host, event.port)
             self._resume_if_all_answered()
@@ -63,6 +75,41 @@ class Coordinator(RunSequence):
         else:
             self._end("failed", f"unexpected {type(event).__name__} message from a worker")
         return self._actions
+
+    def lose(self, worker: int, reason: str, now: float) -> list[Action]:
+        """Continues without a worker that is gone for good; `can_lose` must hold."""
+        self._now = now
+        self._actions = []
+        if not self._ended:
+            self._lose(worker, reason)
+        return self._actions
+
+    def renew(self, view: int, reason: str, now: float) -> list[Action]:
+        """Forms a view again in which an exchange failed, unless it has changed meanwhile."""
+        self._now = now
+        self._actions = []
+        if not self._ended and view == self.view.number and not self._lost:
+            self._renew(reason)
+        return self._actions
+
+    def _on_ready(self, ready: WorkerReady) -> None:
+        is_first = self.view.rank_of(ready.worker) is not None and ready.worker not in self._lost
+        if ready.worker not in self.members:
+            return  # It was lost, and has not been started again.
+        if not is_first:
+            self._admit(ready)
+        elif self._awaited is WorkerReady:
+            self._ready[ready.worker] = ready
+            self._resume_if_all_answered()
+
+    def _is_foreign(self, event: Message, view: int | None) -> bool:
+        """Returns whether a report comes from another view, or from a lost worker."""
+        rank = getattr(event, "worker", None)
+        if rank is None:
+            return False
+        if view is not None and view != self.view.number:
+            return True
+        return rank >= self.view.size or self.view.workers[rank] in self._lost
 
     def _is_repeated_answer(self, event: Message) -> bool:
         """Returns whether an answer was received before and is not expected again."""
@@ -95,9 +142,9 @@ class Coordinator(RunSequence):
                 "failed", f"unexpected {type(event).__name__} message while no work was assigned"
             )
             return
-        self.members.set_step(event.worker, event.step)
+        self.members.set_step(self.view.workers[event.worker], event.step)
         self.history.tally.add(event.measured)
-        self._actions += pace.on_report(event, self._now)
+        self._send(pace.on_report(event, self._now))
         if event.measured.norms is not None:
             self.history.throughput.noise.add(*event.measured.norms)
         closed = self.history.throughput.add(event.worker, event.measured, self._now)
@@ -122,7 +169,8 @@ class Coordinator(RunSequence):
     def _on_diverging(self, event: LossDiverged) -> None:
         loss = "NaN" if math.isnan(event.loss) else f"{event.loss:g}"
         reason = (
-            f"diverged: the loss is {loss} at step {event.step} of worker {event.worker} "
+            f"diverged: the loss is {loss} at step {event.step} of worker "
+            f"{self.view.workers[event.worker]} "
             f"({event.reason}): lower the learning rate, add warm-up or clip gradients"
         )
         pace = self._pace
@@ -131,15 +179,12 @@ class Coordinator(RunSequence):
         elif self._decision is None or not self._decision.restore:
             self._apply_decision(self._roll_back(reason), pace)
 
-    def _resume_if_all_answered(self) -> None:
-        if len(self._answers) == self.plan.workers and len(self._servers) == self.plan.servers:
-            answers = [self._answers[w] for w in sorted(self._answers)]
-            self._awaited, self._answers = None, {}
-            self._resume(answers)
+    def _servers_are_ready(self) -> bool:
+        return len(self._servers) == self.plan.servers
 
-    def _resume(self, answers: list[Any]) -> None:
+    def _advance(self, step: Callable[[], object]) -> None:
         try:
-            self._sequence.send(answers)
+            step()
         except StopIteration:
             assert self._ended, "the run's sequence ended without an end"
         except RunStopped as stop:

@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict
 
 from paceline.protocol.throughput import ThroughputMonitor, TrainTotals
-from paceline.telemetry.events import DecisionRow, EpochRow, ResultRow, SwitchRow, from_plain
+from paceline.telemetry.events import (
+    DecisionRow,
+    EpochRow,
+    ResultRow,
+    SwitchRow,
+    ViewRow,
+    from_plain,
+)
 
 
 class CoordinatorMemory(TypedDict):
@@ -25,6 +32,7 @@ _ROWS: dict[str, type[ResultRow]] = {
     "rows": EpochRow,
     "switches": SwitchRow,
     "decisions": DecisionRow,
+    "views": ViewRow,
 }
 _DEFAULTS = {"val_rows": 0, "batch": 0, "lr_gain": 1.0}
 """Numbers that older versions did not store."""
@@ -46,6 +54,8 @@ class History:
     max_lag: int = 0
     decisions: list[DecisionRow] = field(default_factory=list)
     """Decisions of rules with their values; decisions to stay only if the reason is new."""
+    views: list[ViewRow] = field(default_factory=list)
+    """Changes of the membership."""
     phase_samples: Counter[int] = field(default_factory=Counter)
     """Samples trained in each phase so far."""
     excluded_workers: set[int] = field(default_factory=set)

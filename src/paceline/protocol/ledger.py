@@ -1,6 +1,7 @@
 """The sample ledger: every position of an epoch is leased and acknowledged exactly once."""
 
 import heapq
+from collections import deque
 from collections.abc import Sequence
 
 from paceline.protocol.block_plan import (
@@ -9,6 +10,7 @@ from paceline.protocol.block_plan import (
     EpochBlockPlan,
     RowRange,
     RowRanges,
+    take_rows,
 )
 from paceline.protocol.messages import record
 
@@ -54,6 +56,8 @@ class Ledger:
         assert 0 <= position <= self.samples
         self._allotment = None
         self._drawn: dict[int, list[RowRange]] = {}
+        self._past: list[tuple[int, list[RowRange]]] = []
+        """Start and rows of leases of all workers that are done, in order."""
         if self.layout is not None:
             self._allotment = BlockDealer(EpochBlockPlan(self.layout, epoch), left)
         self.epoch = epoch
@@ -92,7 +96,9 @@ class Ledger:
         """Marks a lease as applied. Raises KeyError if `holder` does not hold it."""
         entry = self._drop(lease_id, holder)
         if self._drawn:
-            self._drawn.pop(lease_id, None)
+            rows = self._drawn.pop(lease_id, [])
+            if holder == ALL_WORKERS:
+                self._past.append((entry.lo, rows))
         if entry.lo != self.frontier:
             self._done_after[entry.lo] = entry.hi
             return entry
@@ -114,6 +120,33 @@ class Ledger:
             self.return_lease(lease_id, holder)
         if self._allotment is not None:
             self._allotment.drop_worker(holder)
+
+    def return_all(self) -> None:
+        """Returns all leases, because their holders change; queued rows are free again."""
+        for holder in sorted({entry.holder for entry in self._out.values()}):
+            self.return_all_of(holder)
+        if self._allotment is not None:
+            self._allotment.drop_all_workers()
+
+    def rewind(self, position: int) -> None:
+        """Makes exactly the positions below this one done; only after planned leases.
+
+        Workers may have completed more than they have reported, or may go back to an older state.
+        """
+        if self._allotment is not None:
+            planned = self._past + [(e.lo, self._drawn.get(e.id, [])) for e in self._out.values()]
+            self._past = []
+            for lo, ranges in sorted(planned, key=lambda each: each[0], reverse=True):
+                rows = deque(ranges)
+                done = min(max(0, position - lo), sum(hi - first for first, hi in ranges))
+                kept = list(take_rows(rows, done))
+                self._allotment.return_rows(tuple(rows))
+                if kept:
+                    self._past.insert(0, (lo, kept))
+            self._allotment.drop_all_workers()
+        self._drawn = {}
+        self._out, self._returned, self._done_after = {}, [], {}
+        self.leased_up_to = self.frontier = position
 
     # ---- data that is read in blocks ----------------------------------------------------------
 

@@ -12,33 +12,62 @@ class MemberStatus:
     phase: str = "startup"
     phase_changes: int = 0
     since: float = 0.0
+    """Time of the last change of phase."""
+    last_heartbeat: float = 0.0
+    """Time of the last heartbeat."""
 
 
 class Membership:
     """Status of all workers from heartbeats; a worker that stays in one phase too long is stuck."""
 
     def __init__(self, workers: int, now: float) -> None:
-        self._members = [MemberStatus(since=now) for _ in range(workers)]
+        self._members = {w: MemberStatus(since=now, last_heartbeat=now) for w in range(workers)}
 
     def begin(self, now: float) -> None:
         """Resets the timers; called when the processes are started."""
-        for member in self._members:
-            member.since = now
+        for worker in self._members:
+            self.add(worker, now)
+
+    def add(self, worker: int, now: float) -> None:
+        """Adds a worker that has been started, or started again."""
+        self._members[worker] = MemberStatus(since=now, last_heartbeat=now)
+
+    def __contains__(self, worker: int) -> bool:
+        return worker in self._members
+
+    def remove(self, worker: int) -> None:
+        self._members.pop(worker, None)
 
     def on_heartbeat(self, worker: int, step: int, phase: str, turn: int, now: float) -> None:
-        member = self._members[worker]
-        since = now if turn != member.phase_changes else member.since
-        self._members[worker] = MemberStatus(step, phase, turn, since)
+        member = self._members.get(worker)
+        if member is not None:
+            since = now if turn != member.phase_changes else member.since
+            self._members[worker] = MemberStatus(step, phase, turn, since, now)
 
     def set_step(self, worker: int, step: int) -> None:
-        self._members[worker].step = step
+        if worker in self._members:
+            self._members[worker].step = step
 
     def last_step(self, worker: int) -> int:
-        return self._members[worker].step
+        """Returns the last known step of a worker; 0 for one that is not a member."""
+        return self._members[worker].step if worker in self._members else 0
+
+    def restart_timers(self, now: float) -> None:
+        """Restarts all timers, because workers could not report for a reason of their own."""
+        for member in self._members.values():
+            member.since = member.last_heartbeat = now
+
+    def find_silent(self, now: float, deadline_s: float) -> list[int]:
+        """Returns workers without a heartbeat for this long: stopped, or cut off."""
+        return [
+            w
+            for w, m in self._members.items()
+            if m.phase_changes and now - m.last_heartbeat > deadline_s
+        ]
 
     def find_stuck(self, now: float, deadline_s: float) -> list[tuple[int, MemberStatus]]:
         """Returns workers past the deadline; only those that block the others, if identifiable."""
-        late = [(w, m) for w, m in enumerate(self._members) if now - m.since > deadline_s]
+        late = [(w, m) for w, m in self._members.items() if now - m.since > deadline_s]
         causes = [(w, m) for w, m in late if m.phase not in WAITING_PHASES]
         if causes:
             return causes

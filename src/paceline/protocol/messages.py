@@ -6,39 +6,20 @@ unknown kind, or missing or unknown fields, raise WireError.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar, dataclass_transform
+from typing import Any, ClassVar
 
 from paceline.errors import WireError
 from paceline.protocol.block_plan import BlockLayout, RowRanges
 from paceline.protocol.exchange_probe import ExchangeProbe
-
-Plain = dict[str, Any]
-T = TypeVar("T")
-
-
-@dataclass_transform(frozen_default=True)
-def record(cls: type[T]) -> type[T]:
-    """Makes a dataclass that only the type checker treats as frozen.
-
-    At run time, the check would cost more than the rest of handling a message, and the coordinator
-    handles one per step and worker.
-    """
-    return dataclasses.dataclass(unsafe_hash=True, slots=True)(cls)
-
-
-@dataclass_transform(frozen_default=True)
-@record
-class Message:
-    """Base of all messages, which become dataclasses; this module defines the control messages.
-
-    As with `record`, only the type checker enforces that they are immutable.
-    """
-
-    row_types: ClassVar[dict[str, Any]] = {}
-    """Fields that hold a sequence of records or named tuples, and the type of one of them."""
-
-    def __init_subclass__(cls) -> None:
-        dataclasses.dataclass(unsafe_hash=True)(cls)
+from paceline.protocol.message_base import Message as Message
+from paceline.protocol.message_base import Plain as Plain
+from paceline.protocol.message_base import record as record
+from paceline.protocol.view_messages import Dismiss as Dismiss
+from paceline.protocol.view_messages import ExchangeFailed as ExchangeFailed
+from paceline.protocol.view_messages import FormGroup as FormGroup
+from paceline.protocol.view_messages import GroupFormed as GroupFormed
+from paceline.protocol.view_messages import Regroup as Regroup
+from paceline.protocol.view_messages import StateOffered as StateOffered
 
 
 @record
@@ -112,6 +93,8 @@ class Quiesce(Message):
     """No work is in flight: export the state after servers have applied `version`."""
 
     version: int
+    samples: int
+    """Samples of the run that the settled state contains."""
 
 
 class Evaluate(Message):
@@ -135,6 +118,8 @@ class EpochEnd(Message):
 
 
 class FinishRun(Message):
+    """Save the model and report totals; the run can still continue in another view."""
+
     save_model: bool
 
 

@@ -96,6 +96,19 @@ class Pace(ABC):
         """Excludes a worker from further work, if a slow one blocks the others."""
         return
 
+    def lose_worker(self, rank: int, now: float) -> list[OutgoingMessage] | None:
+        """Continues without a worker until the next quiesce; None if the others need it."""
+        return None
+
+    def suspend(self) -> list[OutgoingMessage]:
+        """Takes all work back because the view ends; what is applied stays applied."""
+        self.drained = True
+        return []
+
+    def rewind(self, samples: int) -> None:
+        """Continues from a state with this many samples of the run, after `suspend`."""
+        return
+
     def _set_drained(self, now: float) -> None:
         self.drained = True
         self.drain_s = now - (self._first_idle if self._first_idle is not None else now)
@@ -168,6 +181,14 @@ class PlannedPace(Pace):
 
     def stop_early(self) -> None:
         self._stop = self._planned
+
+    def rewind(self, samples: int) -> None:
+        ledger, history = self._ledger, self._history
+        began = ledger.epoch * ledger.samples
+        before, after = history.samples - began, samples - began
+        history.updates += -(-after // self._batch) - -(-before // self._batch)
+        history.add_samples(after - before)
+        ledger.rewind(after)
 
     def exclude_worker(self, worker: int) -> None:
         if len(self._excluded) + 1 < self._workers:

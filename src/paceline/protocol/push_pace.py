@@ -59,12 +59,16 @@ class PushPace(Pace):
         self._arrived: dict[int, dict[int, GradientPushed]] = {}
         self._squares: dict[int, dict[int, float]] = {}
         self._last_staleness = [-1] * len(self._push_units)
+        self._idle: set[int] = set()
+        """Units that wait because no lease was left."""
+        self._lost: set[int] = set()
 
     def run_to(self, stop: int, now: float) -> list[OutgoingMessage]:
         self._stop = stop
         self._first_idle = None
         self.drained = False
         self._clock.begin()
+        self._idle.clear()
         units = list(range(len(self._push_units)))
         return self._grant_or_drain(units * (2 if self._rules.overlap else 1), now)
 
@@ -90,8 +94,13 @@ class PushPace(Pace):
         elif not self._clock.synchronous:
             history = self._history
             for unit in units:
+                if unit in self._lost:
+                    continue
                 entry = self._ledger.take(unit, self._lease_size(unit), self._stop)
-                if entry is not None:
+                if entry is None:
+                    self._idle.add(unit)
+                else:
+                    self._idle.discard(unit)
                     lag = self._clock.lag(unit)
                     if lag > history.max_lag:
                         history.max_lag = lag
@@ -119,6 +128,28 @@ class PushPace(Pace):
             self._leases[worker, entry.id] = lease
             staleness = self._last_staleness[self._unit_of[worker]]
             orders.append(Send(worker, LeaseGranted(self.version, lease, staleness)))
+        return orders
+
+    def lose_worker(self, rank: int, now: float) -> list[OutgoingMessage] | None:
+        unit = self._unit_of[rank]
+        if self._clock.synchronous or len(self._push_units[unit]) > 1 or self.drained:
+            return None
+        self._lost.add(unit)
+        self._leases = {key: lease for key, lease in self._leases.items() if key[0] != rank}
+        self._ledger.return_all_of(unit)
+        released = self._clock.forget(unit)
+        # Workers that wait because no lease was left can take over the returned ones.
+        return self._grant_or_drain([*released, *sorted(self._idle)], now)
+
+    def suspend(self) -> list[OutgoingMessage]:
+        orders: list[OutgoingMessage] = []
+        if not self._clock.synchronous:
+            # These gradients are acknowledged. In rounds, the whole lease is computed again.
+            orders = [self._update(pushes) for pushes in self._clock.flush().updates]
+        self._leases.clear()
+        self._arrived.clear()
+        self._ledger.return_all()
+        self.drained = True
         return orders
 
     def stop_early(self) -> None:

@@ -34,10 +34,22 @@ class RunSpec:
     """Measured by predicted throughput of strategies in an earlier run of the same job."""
     batch_rule: BatchRule | None = None
     """Adapts the global batch; None if it is constant."""
+    min_workers: int = 0
+    """The run continues as long as this many workers remain; 0 means all of them."""
 
     @property
     def servers(self) -> int:
         return self.strategy.servers_for(self.workers)
+
+    @property
+    def is_elastic(self) -> bool:
+        """True if the run can continue without some of its workers."""
+        # A custom training loop has consumed a batch that would have to be computed again.
+        return (
+            0 < self.min_workers < self.workers
+            and not self.custom_loop
+            and all(phase.survives_losses for phase in self.strategy.phases)
+        )
 
     def next_stop(
         self,
@@ -100,7 +112,23 @@ class EndRun:
     """True for a usage error that was detected when the data was known."""
 
 
-Action = OutgoingMessage | EmitEvent | EndRun
+@dataclass(frozen=True)
+class InterruptWorker:
+    """Make a worker leave an exchange in which it may wait for a lost one."""
+
+    worker: int
+    view: int
+
+
+@dataclass(frozen=True)
+class RefuseWorker:
+    """Stop a worker that cannot join."""
+
+    worker: int
+    reason: str
+
+
+Action = OutgoingMessage | EmitEvent | EndRun | InterruptWorker | RefuseWorker
 PaceFactory = Callable[[Strategy, PaceContext], Pace]
 PolicyFactory = Callable[[Strategy, RunHorizon], SwitchPolicy]
 

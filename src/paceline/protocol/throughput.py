@@ -129,6 +129,12 @@ class ThroughputMonitor:
             self._since = [at + pause_s for at in self._since]
             self._reported_at = [at + pause_s for at in self._reported_at]
 
+    def reset(self) -> None:
+        """Drops all windows, because the workers have changed."""
+        self.windows.clear()
+        self._by_phase.clear()
+        self._began = None
+
     def exclude(self, worker: int) -> None:
         self._idle |= {worker}
 

@@ -15,6 +15,8 @@ def describe_event(event: ev.Event) -> str | None:
             return f"switch {event.row.before} -> {event.row.after}"
         case ev.SwitchDecided():
             return event.row.reason
+        case ev.ViewChanged():
+            return f"view {event.row.number}: {event.row.reason}"
         case ev.EpochEnded():
             return f"epoch {event.row.epoch} ends"
         case ev.CheckpointSaved():
@@ -37,6 +39,13 @@ def describe_notice(notice: RunNotice) -> str | None:
             return (
                 f"switched {row.before} -> {row.after} at sample {row.samples} "
                 f"({row.reason}): pause {row.pause_s:.3f} s, drain {row.drain_s:.3f} s"
+            )
+        case ev.ViewChanged(row=row):
+            names = ", ".join(map(str, row.members))
+            again = f", {row.recomputed} samples are trained again" if row.recomputed else ""
+            return (
+                f"view {row.number} at sample {row.samples}, with worker {names} "
+                f"after {row.pause_s:.3f} s{again}: {row.reason}"
             )
         case ev.SwitchDecided(row=row) if row.stays:  # A switch is printed when it has happened.
             return f"at sample {row.samples}: {row.reason}"

@@ -41,6 +41,11 @@ class Strategy(Spec):
         return (self,)
 
     @property
+    def survives_losses(self) -> bool:
+        """True if the remaining workers hold all of the state when one is lost."""
+        return False
+
+    @property
     def needs_worker_speeds(self) -> bool:
         """True if workers measure their speed before training, for `worker_groups`."""
         return False
@@ -127,6 +132,10 @@ rate, samples were worth 1.0 on average up to 9, 0.5 from 15 to 21, and 0.2 abov
 
 class LocalSteps(Strategy):
     """A strategy whose replicas differ between two synchronizations."""
+
+    @property
+    def survives_losses(self) -> bool:
+        return True
 
     @property
     def exact(self) -> bool:

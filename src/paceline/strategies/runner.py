@@ -2,7 +2,7 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
@@ -22,6 +22,8 @@ from paceline.state import (
     persistent_buffers,
     state_from_model,
 )
+from paceline.strategies.running_stats import average_running_stats as average_running_stats
+from paceline.strategies.running_stats import copy_flat as copy_flat
 from paceline.telemetry.phase_clock import BACKWARD, FORWARD, PhaseClock
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -119,6 +121,10 @@ class WorkerContext:
     phase: PhaseContext = PhaseContext()
     seed: int = 0
     """Seed of the run, the same on every worker."""
+    view: int = 0
+    """Number of the view in which `rank` and `size` hold."""
+    is_elastic: bool = False
+    """True if no part of the state may exist on one worker only."""
     on_bucket_ready: Callable[[], None] | None = None
     """Called before gradients are sent in the middle of backward; None without slowdowns."""
 
@@ -133,6 +139,8 @@ class Runner(ABC):
     communicates_in_backward = False
     """True if gradients are being sent when backward returns and must not be changed."""
 
+    keeps_buffers_equal = False
+    """True if buffers are equal on all workers after every step."""
     can_repeat_forward = True
     """False if a forward pass exchanges data with other workers."""
 
@@ -176,6 +184,19 @@ class Runner(ABC):
 
     def export_state(self) -> Section:
         """Returns the whole global state on every worker; only valid after `settle`."""
+        return state_from_model(self.replica.model, self.replica.optimizer)
+
+    @property
+    def has_complete_state(self) -> bool:
+        """True if this worker holds the result of all steps so far, between two steps."""
+        return True
+
+    def recover_state(self, version: int) -> Section:
+        """Returns the global state of the last complete update, without the other workers.
+
+        `finish_step` may have been interrupted; only `close` follows. Servers have been ordered to
+        apply updates up to `version`.
+        """
         return state_from_model(self.replica.model, self.replica.optimizer)
 
     @contextmanager
@@ -355,36 +376,6 @@ def measure(
     """Returns the results of a forward pass with a mean loss over these samples."""
     correct, predictions = count_correct(output, targets)
     return StepStats(samples, predictions, loss.item() * samples, correct)
-
-
-def average_running_stats(
-    buffers: dict[str, torch.Tensor], group: CollectiveGroup, samples: int
-) -> None:
-    """Averages BatchNorm's running statistics over the workers, weighted by their samples.
-
-    Counters (num_batches_tracked) take the maximum. With one worker, buffers are unchanged.
-    """
-    if group.size == 1:
-        return
-    floats = [b for b in buffers.values() if b.is_floating_point()]
-    counts = [b for b in buffers.values() if not b.is_floating_point()]
-    weight = torch.tensor([float(samples)], dtype=torch.float64)
-    parts = [b.detach().double().reshape(-1).cpu() * samples for b in floats]
-    packed = torch.cat([weight, *parts])
-    group.all_reduce(packed)
-    if float(packed[0]) > 0:
-        copy_flat(packed[1:] / packed[0], floats)
-    if counts:
-        whole = torch.cat([c.detach().to(torch.int64).reshape(-1).cpu() for c in counts])
-        group.all_reduce(whole, largest=True)
-        copy_flat(whole, counts)
-
-
-def copy_flat(flat: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
-    """Copies consecutive parts of a flat tensor to the targets."""
-    parts = torch.split(flat, [target.numel() for target in targets])
-    for target, part in zip(targets, parts, strict=True):
-        target.copy_(part.view_as(target))
 
 
 def step_optimizer(replica: Replica) -> None:

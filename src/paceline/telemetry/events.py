@@ -7,16 +7,22 @@ of a run share the same zero. Class names may change, `kind` and field names are
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import typing
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, TypeVar, cast
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, TypeVar
 
-from pydantic import ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationError
-from pydantic_core import CoreSchema
+from pydantic import ValidationError
+
+from paceline.telemetry.event_rows import DecisionRow as DecisionRow
+from paceline.telemetry.event_rows import EpochRow as EpochRow
+from paceline.telemetry.event_rows import JsonRecord as JsonRecord
+from paceline.telemetry.event_rows import ResultRow as ResultRow
+from paceline.telemetry.event_rows import SwitchRow as SwitchRow
+from paceline.telemetry.event_rows import ViewRow as ViewRow
+from paceline.telemetry.event_rows import from_plain as from_plain
 
 T = TypeVar("T")
 
@@ -31,91 +37,6 @@ SERVER_PHASES = ("startup", "idle", "receive", "apply", "send")
 
 EVENT_TYPES: dict[str, type[Event]] = {}
 """Event types by the `kind` they are written with."""
-
-
-class JsonRecord:
-    """Base of the dataclasses that are written as JSON objects; pydantic parses them back."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True)
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        # The fields are strict (True is not a number), but an object may be a dict.
-        return cast(CoreSchema, {**handler(source), "strict": False})
-
-
-_adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
-
-
-def from_plain(cls: type[T], plain: object) -> T:
-    """Builds an event or a row from the JSON object that it was written as.
-
-    Unknown keys are ignored and missing ones take the field's default, so that folders of older and
-    newer versions can be read.
-    Raises ValidationError if a required key is missing, or a value has the wrong type.
-    """
-    return cast(T, _adapter(cls).validate_python(plain))
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResultRow(JsonRecord):
-    """Base of the row types. A field's JSON key is its name, unless its metadata has an `alias`."""
-
-    def to_plain(self) -> dict[str, object]:
-        return {f.metadata.get("alias", f.name): getattr(self, f.name) for f in fields(self)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class EpochRow(ResultRow):
-    """One entry of `history`: totals so far and metrics at the end of an epoch."""
-
-    epoch: int = 0
-    """Counted from 1."""
-    seconds: float = 0.0
-    """Since the start of the run."""
-    samples: int = 0
-    updates: int = 0
-    lr: float | None = None
-    train_loss: float | None = None
-    train_acc: float | None = None
-    val_loss: float | None = None
-    val_acc: float | None = None
-
-    def value(self, name: str) -> float | None:
-        """Returns a metric by its key; None if it is unknown or was not measured."""
-        return getattr(self, name, None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SwitchRow(ResultRow):
-    """One entry of `switches`."""
-
-    samples: int
-    before: str = field(default="", metadata={"alias": "from"})
-    after: str = field(default="", metadata={"alias": "to"})
-    pause_s: float = 0.0
-    """From the last gradient of the old strategy to the slowest worker's next forward pass."""
-    drain_s: float = 0.0
-    """Time spent waiting for batches in flight."""
-    cause: str = ""
-    reason: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecisionRow(ResultRow):
-    """One entry of `decisions`: the outcome of a switch rule and the measurements behind it."""
-
-    samples: int
-    seconds: float = 0.0
-    strategy: str = ""
-    chosen: str = ""
-    cause: str = ""
-    reason: str = ""
-    figures: Mapping[str, object] = field(default_factory=dict)
-
-    @property
-    def stays(self) -> bool:
-        return self.strategy == self.chosen
 
 
 @typing.dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
@@ -190,6 +111,12 @@ class StrategySwitched(Event, kind="switch"):
     """The strategy was switched; written when all workers have resumed training."""
 
     row: SwitchRow
+
+
+class ViewChanged(Event, kind="view"):
+    """Workers were lost or have joined; the row is also in result.json."""
+
+    row: ViewRow
 
 
 class SwitchDecided(Event, kind="decision"):

@@ -81,6 +81,7 @@ def make_result(
         "history": [row.to_plain() for row in history.rows],
         "switches": [row.to_plain() for row in history.switches],
         "decisions": [row.to_plain() for row in history.decisions],
+        "views": [row.to_plain() for row in history.views],
         "staleness": staleness_summary(history.staleness),
         "lag": {"max": history.max_lag},
         "phases": phases,
@@ -133,10 +134,11 @@ def staleness_summary(counts: Counter[int]) -> dict[str, Any]:
 
 
 def sum_stages(totals: WorkerTotals, seconds: float) -> dict[str, float | None]:
-    """Returns the stages of worker 0; shutting down the processes counts as saving."""
-    if 0 not in totals:
+    """Returns the stages of the first worker; shutting down the processes counts as saving."""
+    if not totals:
         return dict.fromkeys(STAGES)
-    stages: dict[str, float] = {name: round(float(totals[0]["stages"][name]), 6) for name in STAGES}
+    first = totals[min(totals)]["stages"]
+    stages: dict[str, float] = {name: round(float(first[name]), 6) for name in STAGES}
     stages["save"] = round(stages["save"] + max(0.0, seconds - sum(stages.values())), 6)
     return dict(stages)
 
@@ -243,6 +245,7 @@ def result_from_events(record: RunRecord) -> RunResult:
     # By epoch and by samples, because a resumed run repeats what it lost.
     history: dict[int, Mapping[str, object]] = {}
     switches: dict[int, Mapping[str, object]] = {}
+    views: list[Mapping[str, object]] = []
     for event in record.events:
         result["seconds"] = event.t
         match event:
@@ -256,12 +259,15 @@ def result_from_events(record: RunRecord) -> RunResult:
                 result["samples"], result["updates"] = row.samples, row.updates
                 result["train_loss"], result["train_acc"] = row.train_loss, row.train_acc
                 result["val_loss"], result["val_acc"] = row.val_loss, row.val_acc
+            case ev.ViewChanged(row=row):
+                views.append(row.to_plain())
             case ev.StrategySwitched(row=row):
                 switches[row.samples] = row.to_plain()
             case ev.RunEnded() if event.status != "done":
                 # Ended well but without result.json is not done: its final metrics are missing.
                 result["status"], result["error"] = event.status, event.error
     result["history"], result["switches"] = list(history.values()), list(switches.values())
+    result["views"] = views
     phases = {w.process_name: worker_phases(w) for w in record.workers}
     result["phases"] = {name: seconds for name, seconds in phases.items() if any(seconds.values())}
     return result

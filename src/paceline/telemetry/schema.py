@@ -66,6 +66,8 @@ class RunResult(TypedDict, total=False):
     history: list[Mapping[str, Any]]
     switches: list[Mapping[str, Any]]
     decisions: list[Mapping[str, Any]]
+    views: list[Mapping[str, Any]]
+    """Changes of the workers that take part."""
     staleness: Mapping[str, Any]
     """`mean`, `max` and `histogram` over all gradients, in updates."""
     lag: dict[str, int]

@@ -22,6 +22,7 @@ from paceline.protocol.exchange_probe import ExchangeProbe
 from paceline.protocol.history import CoordinatorMemory
 from paceline.protocol.messages import (
     CheckpointWritten,
+    Dismiss,
     EnterPhase,
     EpochEnd,
     EpochEndReply,
@@ -281,8 +282,7 @@ class Simulator:
                 self.order(action.message, now)
             elif isinstance(action, EmitEvent):
                 self._note(action.event)
-            else:
-                assert isinstance(action, EndRun)
+            elif isinstance(action, EndRun):
                 self.end = action
                 self.timeline.stop()
 
@@ -313,9 +313,10 @@ class Simulator:
             if message.keep and worker == 0:
                 self.weights.keep()
             self.send(worker, EpochEndReply(worker, True), now)
-        else:
-            assert isinstance(message, FinishRun)
+        elif isinstance(message, FinishRun):
             self._finish(worker, message, now)
+        else:
+            assert isinstance(message, Dismiss)
 
     # ---- between phases of training -----------------------------------------------------------
 

@@ -56,6 +56,10 @@ class Assignment(BaseModel, frozen=True, extra="forbid"):
     job: JobRef | None = None
     checkpoint: str | None = None
     keep_checkpoints: int = 2
+    elastic: bool = False
+    """The run continues without workers that are lost."""
+    joins: int = 0
+    """Number of restarts of this worker, which then joins a run that has begun."""
     slowdowns: tuple[dict[str, float], ...] = ()
     script: str | None = None
     script_args: tuple[str, ...] = ()

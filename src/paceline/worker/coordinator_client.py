@@ -21,12 +21,14 @@ from paceline.protocol.block_plan import take_rows
 from paceline.protocol.divergence import DivergenceDetector
 from paceline.protocol.messages import (
     CheckpointWritten,
+    Dismiss,
     EnterPhase,
     EpochEnd,
     EpochEndReply,
     Evaluate,
     Evaluated,
     FinishRun,
+    FormGroup,
     Lease,
     LeaseGranted,
     LossDiverged,
@@ -35,6 +37,7 @@ from paceline.protocol.messages import (
     PlannedSteps,
     Quiesce,
     Quiesced,
+    Regroup,
     SaveCheckpoint,
     StepsApplied,
     StepStats,
@@ -68,6 +71,7 @@ from paceline.telemetry.step_recorder import StepRecorder
 from paceline.worker.process_settings import trim_malloc
 from paceline.worker.run_files import peak_rss_bytes
 from paceline.worker.session import Session
+from paceline.worker.view_member import ViewMember
 
 if TYPE_CHECKING:
     from paceline.worker.evaluation import EvalShard, Predict
@@ -89,26 +93,19 @@ class LoopHooks:
     """Returns the totals of the input pipeline, for the worker's report."""
 
 
-class CoordinatorClient:
+class CoordinatorClient(ViewMember):
     """Handles the coordinator's messages, from the first EnterPhase to FinishRun."""
 
     def __init__(
         self, session: Session, state: TrainState, hooks: LoopHooks, *, samples_per_epoch: int
     ) -> None:
         """Trains from `state`; restores this worker's random state with it."""
-        self._session, self._context = session, session.context
-        self._control, self._clock, self._stages = session.control, session.clock, session.stages
-        self._rank = session.rank
-        self._slowdown = session.slowdown
-        self._hooks = hooks
+        super().__init__(session, state)
+        self._clock, self._stages = session.clock, session.stages
+        self._slowdown, self._hooks = session.slowdown, hooks
         self._samples_per_epoch = samples_per_epoch
-        self._state: Section | None = state.shared
-        self._local_state = Section()
-        """Per-worker state, kept through phases that do not use it."""
-        self.step = 0
-        """Steps of this worker so far, including those before a resume."""
-        if self._rank < len(state.workers):
-            own = self._local_state = state.workers[self._rank]
+        if session.rank < len(state.workers):
+            own = self._local_state = state.workers[session.rank]
             torch.set_rng_state(own.tensors["rng/torch"])
             self.step = int(own.plain["step"])
         self._recorder = StepRecorder(
@@ -117,17 +114,11 @@ class CoordinatorClient:
             self.step,
             session.counters,
         )
-        self._runner: Runner | None = None
-        self._samples_since_settle = 0
         self._report_due = 0.0
         self._settle_s = 0.0
         self._entered_at: float | None = None
         self._losses = DivergenceDetector()
         self._bytes = Counter(bytes_sent=0, bytes_before=0, bytes_received=0)
-        self._rollback_state: tuple[Section, Section] | None = None
-        """Global and local state for a rollback, during a trial switch."""
-        self._best_state: tuple[Section, Section] | None = None
-        """The same of the best validated epoch, if the policy may restore it."""
         self._diverged = False
         self._part: dict[str, object] | None = None
         self._comm_report: CommReport | None = None
@@ -157,6 +148,10 @@ class CoordinatorClient:
             self._clock.enter(WAIT)
             message = self._control.receive()
             self._clock.enter(OTHER)
+            if self._interrupted and not isinstance(message, Regroup):
+                continue  # It belongs to the view that has ended.
+            if self._is_fresh and isinstance(message, PlannedSteps | LeaseGranted | Quiesce):
+                self._is_fresh, self._state = False, None
             if isinstance(message, PlannedSteps):
                 yield from self._planned_steps(message)
             elif isinstance(message, LeaseGranted):
@@ -171,7 +166,8 @@ class CoordinatorClient:
                 self._between_epochs = False
                 self._control.send(EpochEndReply(self._rank, more=True))
             else:
-                self._handle(message)
+                with self.interruptible():
+                    self._handle(message)
 
     def finish_custom_loop(self) -> None:
         """Reports the end of a custom training loop, and handles messages until the run ends."""
@@ -228,8 +224,13 @@ class CoordinatorClient:
         self._hooks.on_leases_known([lease for lease in leases if lease.samples])
         total = StepStats(0, 0, 0.0, 0)
         for lease in leases:
+            if self._context.group.aborted:
+                return  # The view has ended.
             work = TrainStep(lease, self.step)
             yield work
+            if self._interrupted:
+                return
+            self._note_step(lease.epoch * self._samples_per_epoch + lease.stop)
             total = add_stats(total, work.measured)
             if lease.stop == plan.stop or time.monotonic() >= self._report_due:
                 done = StepsApplied(self._rank, plan.epoch, lease.stop, self.step, total)
@@ -273,13 +274,22 @@ class CoordinatorClient:
             case EnterPhase():
                 self._enter(message)
             case Quiesce():
-                self._sync_weights(message.version)
+                self._sync_weights(message)
             case Evaluate():
                 self._evaluate(message.split)
             case SaveCheckpoint():
                 self._save(message)
             case FinishRun():
                 self._finish(message)
+            case Dismiss():
+                self._leave()
+            case Regroup():
+                self._clock.enter(SWITCH)
+                self._hooks.on_quiesce()
+                self._regroup(message)
+            case FormGroup():
+                self._clock.enter(SWITCH)
+                self._form_group(message)
             case _:
                 raise PacelineError(f"a worker cannot handle a {type(message).__name__} message")
         self._clock.enter(OTHER)
@@ -301,6 +311,7 @@ class CoordinatorClient:
         phase = PhaseContext(servers=message.servers, groups=message.groups)
         spec = self._session.strategy.phases[message.phase]
         runner = self._runner = make_runner(spec, self._context, phase)
+        self._is_fresh = True
         self._comm_report = runner.comm_report() or self._comm_report
         self._log_optimizer_path(runner)
         runner.import_state(self._state)
@@ -310,7 +321,8 @@ class CoordinatorClient:
         runner.import_local_state(self._local_state)
         self._drop_inner_state()
         self._strategy_text = strategy
-        self._state = None
+        if not self._context.is_elastic:
+            self._state = None
         if message.switching:
             self._entered_at = began
         else:
@@ -331,7 +343,8 @@ class CoordinatorClient:
             assert kept is not None
             self._state, self._local_state = kept
         self._diverged = False
-        self._rollback_state = None
+        if not message.restore:  # It may have to be restored again, in another view.
+            self._rollback_state = None
         if message.snapshot:
             self._rollback_state = (copy_section(self._state), copy_section(self._local_state))
 
@@ -345,16 +358,17 @@ class CoordinatorClient:
         tensors = self._local_state.tensors.items()
         self._local_state = Section({k: v for k, v in tensors if not k.startswith(INNER_PREFIX)})
 
-    def _sync_weights(self, version: int) -> None:
+    def _sync_weights(self, message: Quiesce) -> None:
         """Brings this replica to the latest weights; all replicas are equal afterwards."""
         self._hooks.on_quiesce()
         began = time.perf_counter()
         self._clock.enter(COMM)
-        self.runner.sync_weights(version)
+        self.runner.sync_weights(message.version)
         self.runner.average_buffers(self._samples_since_settle)
         self._samples_since_settle = 0
         lr = float(self._context.replica.optimizer.param_groups[0]["lr"])
         digest = self.runner.checksum()
+        self._complete_at = self._reached = message.samples
         self._settle_s = time.perf_counter() - began
         self._control.send(Quiesced(self._rank, digest, lr))
 
@@ -393,10 +407,12 @@ class CoordinatorClient:
                 if self._rank == 0:
                     tensors = {key.partition("/")[2]: value for key, value in distant.items()}
                     self._session.files.save_model(self._context.replica.model, tensors)
+        self._control.send(WorkerFinished(self._rank, self.totals()))
+
+    def _leave(self) -> None:
         self._close_runner()
         self._recorder.flush(final=True)
         self._finished = True
-        self._control.send(WorkerFinished(self._rank, self.totals()))
 
     def _close_runner(self) -> None:
         if self._runner is not None:
@@ -412,13 +428,21 @@ class CoordinatorClient:
             self._runner = None
 
     def totals(self) -> dict[str, Any]:
+        sums, runner = Counter(self._bytes), self._runner
+        if runner is not None:
+            sums.update(
+                bytes_sent=runner.bytes_sent,
+                bytes_before=runner.uncompressed_bytes,
+                bytes_received=runner.bytes_received,
+            )
+        part = self._part if runner is None else runner.model_part()
         return {
             "phases": self._clock.totals_s(),
             "stages": self._stages.totals_s(),
-            **self._bytes,
+            **sums,
             "parameter_bytes": sum(p.nbytes for _, p in self._context.replica.trained),
             "collectives": self._comm_report.to_plain() if self._comm_report else None,
-            "part": self._part,
+            "part": part or self._part,
             "peak_rss_bytes": peak_rss_bytes(),
             "input": self._hooks.input_stats(),
             "steps": self.step,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 import socket
 import threading
@@ -12,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.comm.process_group import CollectiveGroup, CoordinatorStore
-from paceline.comm.wire import ControlConnection
-from paceline.errors import CheckpointError, PacelineError, StateError, UsageError
+from paceline.comm.wire import AlertConnection, ControlConnection
+from paceline.errors import CheckpointError, PacelineError, PeerLost, StateError, UsageError
 from paceline.protocol.exchange_probe import ExchangeProbe
-from paceline.protocol.messages import Heartbeat
+from paceline.protocol.messages import ExchangeFailed, Heartbeat
 from paceline.specs.slowdown import ActiveSlowdown, InjectedSlowdown
 from paceline.state import (
     Section,
@@ -26,7 +28,7 @@ from paceline.state import (
     state_from_model,
 )
 from paceline.strategies.registry import parse_strategy
-from paceline.strategies.runner import Replica, WorkerContext
+from paceline.strategies.runner import Replica, WorkerContext, peer_errors
 from paceline.telemetry.events import PHASES, InputStats, WorkerEnded, WorkerStarted
 from paceline.telemetry.phase_clock import BACKWARD, COMM, STAGES, PhaseClock
 from paceline.telemetry.proc_stats import allowed_cores, network_namespace, quota_cores
@@ -43,6 +45,11 @@ RANK_STRIDE = 1_000_003
 """Worker k's generators are seeded with seed + k times this; worker 0's continue
 after the model's initialization."""
 
+JOIN_STRIDE = 500_009
+"""The same for the times that a worker has been started again."""
+CONNECT_TIMEOUT_S = 2.0
+"""Timeout of Gloo, which waits five times as long for workers that are lost while it connects."""
+
 
 def connect_group(
     assignment: Assignment, control: ControlConnection, wait_s: float
@@ -51,15 +58,21 @@ def connect_group(
     rank, size = assignment.index, assignment.workers
     if size == 1:
         return CollectiveGroup(rank, size)
-    store = CoordinatorStore(
+    store = open_store(assignment, wait_s)
+    address = assignment.bind or control.local_address
+    return CollectiveGroup.init(store, rank=rank, size=size, address=address)
+
+
+def open_store(assignment: Assignment, wait_s: float, prefix: str = "") -> CoordinatorStore:
+    """Connects to the store in which the workers of one view meet."""
+    return CoordinatorStore(
         assignment.host,
         assignment.port,
         token=assignment.token,
         who=assignment.process_name,
         timeout_s=wait_s,
+        prefix=prefix,
     )
-    address = assignment.bind or control.local_address
-    return CollectiveGroup.init(store, rank=rank, size=size, address=address)
 
 
 def start_heartbeats(
@@ -119,29 +132,114 @@ class Session:
         self.telemetry.start()
         self.client: CoordinatorClient | None = None
         self._closing = threading.Event()
+        self._ended_view = -1
 
     def join_group(self, replica: Replica, *, seed: int) -> None:
-        """Waits for the other workers, forms the process group and starts the heartbeats."""
+        """Starts the heartbeats and forms the first process group with the other workers."""
         assignment = self.assignment
-        group = connect_group(assignment, self.control, self._wait_s)
         self.context = WorkerContext(
-            rank=self.rank,
-            size=self.size,
+            rank=0,
+            size=1,
             replica=replica,
-            group=group,
+            group=CollectiveGroup(0, 1),
             control=self.control,
             clock=self.clock,
             token=assignment.token,
             timeout_s=self._wait_s,
             seed=seed,
+            is_elastic=assignment.elastic,
             on_bucket_ready=self.slowdown.apply if self.slowdown is not None else None,
         )
         start_heartbeats(
             *(self.control, self.rank, self.clock, self._closing),
             lambda: self.client.step if self.client is not None else 0,
         )
-        if self.rank > 0:
-            torch.manual_seed(seed + self.rank * RANK_STRIDE)
+        if assignment.elastic:
+            threading.Thread(target=self._receive_alerts, daemon=True).start()
+        if not assignment.joins:
+            self.form_group(self.rank, self.size)
+        if self.rank > 0 or assignment.joins:
+            # A worker that joins must not repeat the random numbers of its predecessor.
+            torch.manual_seed(seed + self.rank * RANK_STRIDE + assignment.joins * JOIN_STRIDE)
+
+    def form_group(self, rank: int, size: int) -> WorkerContext:
+        """Meets the other workers of the view. Raises PeerLost if one is lost meanwhile."""
+        assignment, view = self.assignment, self.control.view
+        group = CollectiveGroup(rank, size)
+        if size > 1:
+            store = open_store(assignment, self._wait_s, f"view-{view}/")
+            group = CollectiveGroup(rank, size, store=store)
+        self.context = dataclasses.replace(
+            self.context, rank=rank, size=size, group=group, view=view
+        )
+        if self._ended_view >= view:
+            group.abort()
+            raise PeerLost(f"view {view} has ended")
+        if size > 1:
+            address = assignment.bind or self.control.local_address
+            if assignment.elastic:
+                group.wait_for_all()
+            group.connect(address, CONNECT_TIMEOUT_S if assignment.elastic else None)
+        return self.context
+
+    def leave_group(self, view: int) -> None:
+        """Leaves the group of a view that has ended, for the next one."""
+        self.context.group.destroy()
+        self.control.view = view
+
+    def _receive_alerts(self) -> None:
+        """Interrupts exchanges with other workers when their view ends."""
+        assignment = self.assignment
+        with contextlib.suppress(PacelineError):
+            alerts = AlertConnection(
+                assignment.host,
+                assignment.port,
+                token=assignment.token,
+                who=assignment.process_name,
+                pid=os.getpid(),
+                timeout_s=self._wait_s,
+            )
+            while not self._closing.is_set():
+                self._ended_view = alerts.receive()
+                if self._ended_view >= self.control.view:
+                    self.context.group.abort()
+
+    def start(self, replica: Replica, *, seed: int) -> TrainState:
+        """Joins the other workers and returns the initial state.
+
+        If one is lost meanwhile, each worker that remains starts from its own copy.
+        """
+        try:
+            with peer_errors("the workers could not meet", inside_layers=True):
+                self.join_group(replica, seed=seed)
+                if not self.assignment.joins:
+                    return self.broadcast_state()
+        except PeerLost as error:
+            if not self.assignment.elastic:
+                raise
+            self.control.send(ExchangeFailed(self.rank, 0, str(error)))
+        self.context.group.destroy()
+        self.context = dataclasses.replace(
+            self.context, rank=0, size=1, group=CollectiveGroup(0, 1)
+        )
+        state = TrainState(state_from_model(replica.model, replica.optimizer))
+        if self.assignment.checkpoint is not None and not self.assignment.joins:
+            state = self._load_checkpoint(state)
+            replica.bucket_layout = state.shared.plain["layout"]
+            replica.comm_backend = state.shared.plain.get("way")
+            replica.comm_algorithms = state.shared.plain.get("algorithms")
+            load_into_model(state.shared, replica.model, replica.optimizer)
+        return state
+
+    def _load_checkpoint(self, mine: TrainState) -> TrainState:
+        assert self.assignment.checkpoint is not None
+        state = self.files.load(self.assignment.checkpoint)
+        if state.fingerprint() != mine.fingerprint():
+            raise CheckpointError(
+                f"checkpoint {self.assignment.checkpoint} belongs to another model; "
+                "resume with the model that created it"
+            )
+        return state
 
     def broadcast_state(self) -> TrainState:
         """Returns the initial state of worker 0 or its checkpoint, equal on every worker."""
@@ -149,13 +247,7 @@ class Session:
         state = TrainState(state_from_model(replica.model, replica.optimizer))
         if self.assignment.checkpoint is not None:
             if self.rank == 0:
-                expected = state.fingerprint()
-                state = self.files.load(self.assignment.checkpoint)
-                if state.fingerprint() != expected:
-                    raise CheckpointError(
-                        f"checkpoint {self.assignment.checkpoint} belongs to another model; "
-                        "resume with the model that created it"
-                    )
+                state = self._load_checkpoint(state)
             counted = Section(plain={"count": len(state.workers)})
             workers = [
                 group.broadcast_section(state.workers[i] if self.rank == 0 else None)
@@ -176,9 +268,16 @@ class Session:
 
     def probe_exchange(self) -> ExchangeProbe | None:
         """Measures exchanges with the other workers, if the strategy needs to know them."""
-        if not self.strategy.needs_exchange_probe:
+        if not self.strategy.needs_exchange_probe or self.assignment.joins:
             return None
-        return probe_exchange(self.context.group, self.context.replica.trained)
+        try:
+            with peer_errors("the exchange could not be measured", inside_layers=True):
+                return probe_exchange(self.context.group, self.context.replica.trained)
+        except PeerLost as error:
+            if not self.assignment.elastic:
+                raise
+            self.control.send(ExchangeFailed(self.rank, 0, str(error)))
+            return None
 
     def write_input(self, facts: dict[str, Any]) -> None:
         self.files.events.write(InputStats(t=round(self.clock.now_s(), 6), **facts))

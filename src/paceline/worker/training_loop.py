@@ -42,13 +42,11 @@ def run_worker_job(
     optimizer = build_optimizer(job.optimizer_spec, job.base_lr, model)
     loss_of = build_loss(job, model)
     check_memory(session.strategy, model, optimizer, session.size)
-    session.join_group(
-        Replica(model, optimizer, clip=job.clip, micro_batch=job.micro_batch), seed=job.seed
-    )
+    replica = Replica(model, optimizer, clip=job.clip, micro_batch=job.micro_batch)
+    state = session.start(replica, seed=job.seed)
     set_worker = getattr(model, "set_worker", None)
     if set_worker is not None:
         set_worker(session.rank)
-    state = session.broadcast_state()
 
     def evaluate(split: str, share: EvalShard, predict: Predict) -> tuple[float, int | None, int]:
         return evaluate_shard(
@@ -137,5 +135,6 @@ def run_training_loop(
             clock.enter(INPUT)
             batch = feed.batch(rows)
             clock.enter(OTHER)
-        client.begin(work)
-        client.finish(work, client.runner.forward_backward(work, batch, loss_of))
+        with client.interruptible():
+            client.begin(work)
+            client.finish(work, client.runner.forward_backward(work, batch, loss_of))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,8 +46,15 @@ class SharedRegion:
     """
 
     def __init__(
-        self, name: str, members: Sequence[int], rank: int, slot_bytes: int, timeout_s: float
+        self,
+        name: str,
+        members: Sequence[int],
+        rank: int,
+        slot_bytes: int,
+        timeout_s: float,
+        is_aborted: Callable[[], bool] = lambda: False,
     ) -> None:
+        """Opens it. Waits raise PeerLost as soon as `is_aborted()`."""
         self.members = list(members)
         """Ranks of the processes on this host, in order."""
         self.local_index = self.members.index(rank)
@@ -55,6 +62,7 @@ class SharedRegion:
         self._memory = open_segment(name, self.size_for(len(members), slot_bytes))
         self._slot_bytes = slot_bytes
         self._timeout_s = timeout_s
+        self._is_aborted = is_aborted
         self._words = Words(self._memory, lines=len(self.members))
         self._words.values[self.local_index * WORDS_PER_LINE + PID_WORD] = os.getpid()
         cores = len(os.sched_getaffinity(0))
@@ -101,6 +109,8 @@ class SharedRegion:
             )
 
     def _check_alive(self, place: int) -> None:
+        if self._is_aborted():
+            raise PeerLost("the view of this exchange has ended")
         pid = self.value(place, PID_WORD)
         if pid == 0:
             return  # It has not opened the segment yet.

@@ -74,6 +74,7 @@ class LocalLauncher(Launcher):
 
     engine = "local"
     supports_live_objects = True
+    starts_servers = True
 
     def __init__(self, *, fork: bool = True) -> None:
         """`fork=False` starts every process with a new Python interpreter."""

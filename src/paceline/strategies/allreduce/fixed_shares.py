@@ -40,6 +40,7 @@ class FixedSharesRunner(Runner):
     """If a worker dies, the exchange fails and the others raise PeerLost immediately."""
 
     communicates_in_backward = True  # The gradients of the last share alone are of no use.
+    keeps_buffers_equal = True
 
     def __init__(self, spec: AllReduce, context: WorkerContext) -> None:
         super().__init__(context)

@@ -97,6 +97,10 @@ class AllReduce(Strategy):
         return None if by_torch else self.algorithm
 
     @property
+    def survives_losses(self) -> bool:
+        return self.shard == "none"
+
+    @property
     def bucket_bytes(self) -> float:
         return self.bucket_mb * (1 << 20)
 

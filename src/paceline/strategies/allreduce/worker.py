@@ -124,6 +124,8 @@ class AllReduceRunner(Runner):
         one_machine = chosen.shared is not None and chosen.shared.machines == 1
         if not one_machine or not self.can_share_weights or not can_share_weights(self.replica):
             return None
+        if self.context.is_elastic:
+            return None  # Each worker would hold the only copy of a part of the optimizer's state.
         sizes = [p.numel() * p.element_size() for _, p in self.replica.trained]
         # Allocated once for all workers: the slots are adjacent.
         each = -(-aligned_size(sizes) // self.context.size)

@@ -41,8 +41,13 @@ class DiLoCoRunner(LocalStepsRunner):
                 parameter.copy_(anchor)
         self._samples = self._whole = self._steps = 0
 
+    def recover_state(self, version: int) -> Section:
+        return self._with_momentum(super().recover_state(version))
+
     def export_state(self) -> Section:
-        section = super().export_state()
+        return self._with_momentum(super().export_state())
+
+    def _with_momentum(self, section: Section) -> Section:
         for (name, _), anchor in zip(self.replica.trained, self._anchor, strict=True):
             momentum = self._outer.state.get(anchor, {}).get("momentum_buffer")
             if momentum is not None:

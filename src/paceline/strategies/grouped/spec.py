@@ -23,6 +23,10 @@ class Grouped(Strategy):
     lr_scale: float | None = spec_field(read_lr_scale, None)
 
     @property
+    def survives_losses(self) -> bool:
+        return True
+
+    @property
     def exact(self) -> bool:
         return False
 

@@ -92,6 +92,17 @@ class LocalStepsRunner(Runner):
                 self._sent += flat.nbytes
                 copy_flat(flat, together)
 
+    @property
+    def has_complete_state(self) -> bool:
+        return self._steps == 0
+
+    def recover_state(self, version: int) -> Section:
+        """Returns the state of the last synchronization; the slots are those of this worker."""
+        with torch.no_grad():
+            for parameter, anchor in zip(self._parameters, self._anchor, strict=True):
+                parameter.copy_(anchor)
+        return super().recover_state(version)
+
     def export_state(self) -> Section:
         """Averages slots with equal weights over the workers that have them."""
         section = super().export_state()

@@ -47,6 +47,8 @@ class PushHeader(DataMessage):
     """Description of one gradient: the only message that also travels through a mailbox."""
 
     worker: int
+    view: int
+    """Number of the sender's view: a gradient from another one is ignored."""
     handle: int
     """Number of this push, per worker."""
     missing: tuple[int, ...]
@@ -82,6 +84,8 @@ class LoadShard(DataMessage):
 
     row_types: ClassVar[dict[str, Any]] = {"slices": SliceEntry, "slots": SlotEntry}
 
+    view: int
+    """Number of the view that continues from it."""
     nbytes: int
     slices: tuple[SliceEntry, ...]
     options: tuple[Options, ...]

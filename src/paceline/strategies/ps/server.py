@@ -77,6 +77,9 @@ class ParameterServerProcess:
         self._links: set[WorkerLink] = set()
         self._shared: dict[int, SharedMemoryEndpoint] = {}
         """By worker: endpoints whose gradients only the coordinator announces."""
+        self._left_behind: dict[int, SharedMemoryEndpoint] = {}
+        """The same of workers that are gone: their last gradients may still be ordered."""
+        self._view = 0
         self._apply_ns = 0
         self._apply_began_ns: int | None = None
         self.bytes_sent = self.bytes_received = 0
@@ -171,7 +174,11 @@ class ParameterServerProcess:
             with self._in_phase(RECEIVE):
                 state = link.endpoint.receive_state(message, body_bytes)
                 with self._changed:
+                    if state.view < self._view:
+                        raise WireError(f"state of view {state.view} in view {self._view}")
                     self._store.load(state)
+                    self._view = state.view
+                    self._left_behind.clear()
                     self._shard.reset()
                     if self._store.shared_weights is not None:
                         self._store.shared_weights.reset()
@@ -211,7 +218,9 @@ class ParameterServerProcess:
             self._count(link.endpoint)
             self._links.discard(link)
             # A worker may have connected again meanwhile: keep its new endpoint.
-            self._shared = {w: e for w, e in self._shared.items() if e is not link.endpoint}
+            for worker, endpoint in list(self._shared.items()):
+                if endpoint is link.endpoint:
+                    self._left_behind[worker] = self._shared.pop(worker)
 
     def _count(self, endpoint: TcpEndpoint) -> None:
         """Adds a worker's traffic since the last call; the caller holds the lock."""
@@ -239,6 +248,8 @@ class ParameterServerProcess:
     def _take_gradient(self, link: WorkerLink, push: PushHeader, body_bytes: int) -> None:
         gradient = link.endpoint.receive(push, body_bytes)
         arrived, applied = time.perf_counter_ns(), self._applied_ns()
+        if push.view != self._view:
+            return  # Its sender was cut off, and the others continue without it.
         with self._changed:
             self._add_pending((push.worker, push.handle), gradient)
         if isinstance(push, PushGradient) and link.endpoint.channel.has_input():
@@ -251,7 +262,7 @@ class ParameterServerProcess:
         if order.version <= self._shard.version:
             return
         for part in order.parts:
-            endpoint = self._shared.get(part.worker)
+            endpoint = self._shared.get(part.worker) or self._left_behind.get(part.worker)
             # The gradient has arrived before: it was announced, or the order was repeated.
             if endpoint is None or (part.worker, part.handle) in self._store.gradients:
                 continue

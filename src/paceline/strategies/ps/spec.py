@@ -57,6 +57,10 @@ class ParameterServer(Strategy):
             )
 
     @property
+    def survives_losses(self) -> bool:
+        return True
+
+    @property
     def exact(self) -> bool:
         plain = self.codec is None and self.damp != "inverse"
         return self.sync.exact and self.lr_scale in (None, 1.0) and plain

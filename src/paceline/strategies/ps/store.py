@@ -49,6 +49,8 @@ class ShardState:
     """Bytes; copied by the store."""
     slots: tuple[Slot, ...]
     """The store keeps these tensors."""
+    view: int = 0
+    """Number of the view that continues from this state."""
 
 
 @dataclass

@@ -152,7 +152,9 @@ class TcpTransport:
             payload = self._compressor.encode(gradient.view(self._compressor.coder.dtype))
             rows, body = pack_payload(payload)
             table = tuple(map(tuple, rows))
-        push = PushGradient(header.worker, header.handle, header.missing, header.options, table)
+        push = PushGradient(
+            header.worker, header.view, header.handle, header.missing, header.options, table
+        )
         self.send(push, *body)
 
     def request(self, at_least: int, *, after: Handle | None = None, exact: bool = False) -> None:
@@ -176,7 +178,9 @@ class TcpTransport:
     def load(self, state: ShardState) -> None:
         entries, tensors = pack_slots(state.slots)
         nbytes, slices, options = state.weights.numel(), state.slices, state.options
-        message = LoadShard(nbytes, slices, options, state.optimizer, entries, state.codec)
+        message = LoadShard(
+            state.view, nbytes, slices, options, state.optimizer, entries, state.codec
+        )
         self.send(message, as_memoryview(state.weights), *tensors)
         self.receive_message(Loaded)
 
@@ -289,6 +293,7 @@ class TcpEndpoint:
     def receive_state(self, message: LoadShard, body_bytes: int) -> ShardState:
         body = _receive_body(self.channel, body_bytes)
         return ShardState(
+            view=message.view,
             slices=message.slices,
             options=message.options,
             optimizer=message.optimizer,

@@ -77,8 +77,8 @@ class SharedMemoryTransport(TcpTransport):
         if self._in_place and self._mailbox.post(handle, pack(data_to_wire(header))):
             return
         self._mailbox.last_handle = handle
-        worker, missing, options = header.worker, header.missing, header.options
-        self.send(PushShared(worker, handle, missing, options, self._in_place))
+        place, (missing, options) = (header.worker, header.view), (header.missing, header.options)
+        self.send(PushShared(*place, handle, missing, options, self._in_place))
 
     def request(self, at_least: int, *, after: Handle | None = None, exact: bool = False) -> None:
         self._request = (at_least, after, exact)

@@ -267,7 +267,9 @@ class ParameterServerRunner(Runner):
             self._transports_and_shards(), self._slice_parameters, strict=True
         ):
             absent = tuple(i for i, p in enumerate(owners) if p in missing) if missing else ()
-            header = PushHeader(self.context.rank, self._handle, absent, tuple(options))
+            header = PushHeader(
+                self.context.rank, self.context.view, self._handle, absent, tuple(options)
+            )
             transport.push(header, self._outgoing[shard.lo : shard.hi])
 
     # ---- state --------------------------------------------------------------------------------
@@ -302,6 +304,7 @@ class ParameterServerRunner(Runner):
                 parts.append(Slot(index, slot, part.contiguous()))
         cls = type(optimizer)
         return ShardState(
+            view=self.context.view,
             slices=tuple(slices),
             options=tuple(optimizer_options(optimizer)),
             optimizer=f"{cls.__module__}:{cls.__qualname__}",
@@ -329,6 +332,10 @@ class ParameterServerRunner(Runner):
                 offset = (piece.offset - shard.lo) // parameter.element_size()
                 slices.append(ResidualSlice(name, parameter.shape, piece.start, piece.stop, offset))
             yield compressor, slices
+
+    def recover_state(self, version: int) -> Section:
+        self.sync_weights(version)
+        return self.export_state()
 
     def export_state(self) -> Section:
         section = Section()

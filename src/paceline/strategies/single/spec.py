@@ -17,6 +17,10 @@ class Single(Strategy):
     def worker_count(self, requested: int) -> int:
         return 1
 
+    @property
+    def survives_losses(self) -> bool:
+        return True
+
     def idle_workers(self, workers: int) -> frozenset[int]:
         return frozenset(range(1, workers))
 

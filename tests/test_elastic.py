@@ -1,0 +1,212 @@
+"""Elastic training: a run continues without workers that are lost, and admits them again."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import RunCli, StartCli, pid_of_worker, read_result, wait_until
+from elastic_schedules import run_schedules
+from paceline.launch.restarts import SAME_PLACE, RestartPolicy
+from paceline.protocol.block_plan import BlockLayout
+from paceline.protocol.clock import AspClock, Push, SspClock
+from paceline.protocol.ledger import ALL_WORKERS, Ledger
+from paceline.protocol.membership import Membership
+from paceline.report.event_text import describe_notice
+from paceline.telemetry.events import ViewChanged, ViewRow, parse_event
+
+JOB = """
+import torch
+from paceline import Job
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 10)
+        self.worker, self.steps = 0, 0
+
+    def set_worker(self, rank):
+        self.worker = rank
+
+    def forward(self, inputs):
+        self.steps += self.training
+        if {condition} and self.steps > 20:
+            raise ValueError("a bad sample")
+        return self.layer(inputs.flatten(1))
+
+
+def job():
+    return Job(model=Model, data="digits", epochs=3, batch=64, lr=0.05)
+"""
+
+
+# ---- protocol ----------------------------------------------------------------------------------
+
+
+def test_random_schedules() -> None:
+    """Losses, cuts, joins and double failures at random moments, under all strategies."""
+    assert run_schedules(range(400)) > 500
+
+
+def test_ledger_goes_back_and_forward() -> None:
+    ledger = Ledger(20)
+    for _ in range(3):
+        entry = ledger.take(ALL_WORKERS, 4, 20)
+        assert entry is not None
+    ledger.acknowledge(1, ALL_WORKERS)
+    ledger.rewind(8)  # One more block was completed than reported.
+    assert (ledger.frontier, ledger.leased_up_to) == (8, 8)
+    ledger.rewind(2)
+    entry = ledger.take(ALL_WORKERS, 4, 20)
+    assert entry is not None
+    assert (entry.lo, entry.hi) == (2, 6)
+
+
+def test_rewound_rows_are_drawn_again_exactly_once() -> None:
+    layout = BlockLayout(rows=(7, 7, 6), units=(0, 1, 2), window=7, seed=1)
+    ledger = Ledger(20, layout=layout)
+    drawn: list[tuple[int, int]] = []
+    for lo in (0, 4, 8):
+        entry = ledger.take(ALL_WORKERS, 4, 20)
+        assert entry is not None
+        rows = [r for worker in (0, 1) for r in ledger.draw_rows(entry.id, worker, 2)]
+        drawn += rows if lo < 4 else []
+    ledger.acknowledge(1, ALL_WORKERS)
+    ledger.rewind(4)
+    entry = ledger.take(ALL_WORKERS, 16, 20)
+    assert entry is not None
+    drawn += ledger.draw_rows(entry.id, 0, 16)
+    assert sorted(row for lo, hi in drawn for row in range(lo, hi)) == list(range(20))
+
+
+def test_clock_forgets_a_lost_worker() -> None:
+    clock = SspClock(3, 1)
+    for handle in (1, 2):
+        assert clock.on_push(Push(0, handle, 1, 1.0, 0), 0.0).release == (
+            [0] if handle == 1 else []
+        )
+    clock.on_push(Push(1, 1, 1, 1.0, 0), 0.0)
+    assert clock.forget(2) == [0]
+    assert clock.lag(0) == 1
+    lonely = AspClock(2)
+    assert lonely.forget(1) == []
+    assert lonely.on_push(Push(0, 1, 1, 1.0, 0), 0.0).release == [0]
+
+
+def test_silent_worker_is_found_and_a_late_supervisor_is_not_blamed_on_it() -> None:
+    members = Membership(2, now=0.0)
+    members.on_heartbeat(0, 1, "forward", 5, 1.0)
+    members.on_heartbeat(1, 1, "forward", 5, 9.0)
+    assert members.find_silent(11.5, 10.0) == [0]
+    members.restart_timers(11.5)
+    assert members.find_silent(12.0, 10.0) == []
+    members.remove(0)
+    members.on_heartbeat(0, 2, "forward", 6, 13.0)  # It is not a member any more.
+    assert 0 not in members
+
+
+def test_restarts_are_limited() -> None:
+    policy = RestartPolicy(5)
+    delays = [policy.next_delay_s(0, f"worker 0 (pid {n}) ended at step {n}") for n in range(6)]
+    assert delays == [0.2, 0.4, 0.8, 1.6, 3.2, None]
+    assert policy.why_excluded(0) == "worker 0 was restarted 5 times and is excluded"
+    for n in range(SAME_PLACE):
+        last = policy.next_delay_s(1, f"worker 1 (pid {n}) failed at step 7: ValueError: bad")
+    assert last is None
+    assert policy.why_excluded(1) == "worker 1 ended 3 times at the same place and is excluded"
+    assert RestartPolicy(0).next_delay_s(0, "gone") is None
+
+
+def test_view_event_is_described_and_parsed() -> None:
+    row = ViewRow(
+        number=2,
+        samples=640,
+        seconds=3.5,
+        members=[0, 2],
+        reason="gone",
+        pause_s=0.04,
+        recomputed=8,
+    )
+    event = ViewChanged(t=3.5, row=row)
+    assert parse_event(event.to_plain()) == event
+    assert describe_notice(event) == (
+        "view 2 at sample 640, with worker 0, 2 after 0.040 s, 8 samples are trained again: gone"
+    )
+
+
+# ---- real processes ----------------------------------------------------------------------------
+
+
+def has_begun(out: Path, workers: int) -> bool:
+    """Every worker trains: its file holds a window of steps."""
+    files = [out / "events" / f"worker-{w}.jsonl" for w in range(workers)]
+    return all(f.exists() and '"kind":"steps"' in f.read_text() for f in files)
+
+
+def check_result(out: Path, epochs: int) -> dict[str, Any]:
+    result = read_result(out)
+    assert result["status"] == "done", result["error"]
+    assert result["samples"] == epochs * result["history"][0]["samples"]
+    return result
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "ps"])
+def test_run_continues_without_a_killed_worker(
+    start_cli: StartCli, tmp_path: Path, strategy: str
+) -> None:
+    out = tmp_path / "run"
+    started = start_cli(
+        *("train", "--strategy", strategy, "--workers", 3, "--min-workers", 2, "--restarts", 0),
+        *("--epochs", 60, "--batch", 32, "--out", out, "--checkpoint-every", "never"),
+    )
+    wait_until(lambda: has_begun(out, 3) or started.ended(), "the first steps", 60)
+    pid = pid_of_worker(out, 0)
+    os.kill(pid, signal.SIGKILL)
+    finished = started.wait(90)
+    assert finished.code == 0, finished.stderr
+    result = check_result(out, 60)
+    (view,) = result["views"]
+    assert view["members"] == [1, 2]
+    assert f"worker 0 (pid {pid})" in view["reason"]
+    assert "SIGKILL" in view["reason"]
+    assert view["recomputed"] == 0
+
+
+@pytest.mark.slow
+def test_killed_worker_joins_again(start_cli: StartCli, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    started = start_cli(
+        *("train", "--strategy", "allreduce", "--workers", 3, "--min-workers", 1),
+        *("--epochs", 150, "--batch", 32, "--out", out, "--checkpoint-every", "never"),
+    )
+    wait_until(lambda: has_begun(out, 3) or started.ended(), "the first steps", 60)
+    os.kill(pid_of_worker(out, 1), signal.SIGKILL)
+    finished = started.wait(120)
+    assert finished.code == 0, finished.stderr
+    views = check_result(out, 150)["views"]
+    assert [view["members"] for view in views] == [[0, 2], [0, 1, 2]]
+    assert views[1]["reason"] == "worker 1 joined"
+
+
+def test_exception_on_every_worker_ends_the_run(run_cli: RunCli, tmp_path: Path) -> None:
+    job = tmp_path / "faulty_job.py"
+    job.write_text(JOB.format(condition="True"))
+    out = tmp_path / "run"
+    finished = run_cli("train", job, "--min-workers", 1, "--restarts", 0, "--out", out, "--quiet")
+    assert finished.code == 1
+    assert "ValueError: a bad sample" in finished.last_line
+    assert "in forward" in finished.stderr
+    assert read_result(out)["status"] == "failed"
+
+
+def test_too_many_min_workers_are_refused(run_cli: RunCli, tmp_path: Path) -> None:
+    finished = run_cli("train", "--workers", 2, "--min-workers", 3, "--out", tmp_path / "run")
+    assert finished.code == 2
+    assert finished.last_line == (
+        "paceline: --min-workers 3 is larger than --workers 2; use at most the number of workers"
+    )
