@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from paceline.protocol.balance import split_batch
 from paceline.protocol.coordinator import Coordinator
+from paceline.protocol.exchange_probe import ExchangeProbe
 from paceline.protocol.messages import (
     CheckpointWritten,
     EnterPhase,
@@ -66,6 +67,7 @@ STRATEGIES = (
     "switch(ps, allreduce, at=30%)",
     "switch(local_sgd(h=3), ps(sync=bsp), allreduce, at=(30%, 60%))",
     "switch(allreduce, ps, when=straggler(greedy, windows=1))",
+    "auto",
 )
 MAX_EVENTS = 100_000
 
@@ -201,7 +203,9 @@ class ElasticPlay:
             self.act(worker)
 
     def ready(self, number: int) -> WorkerReady:
-        return WorkerReady(number, self.samples, self.batch, self.epochs, ("val",))
+        probe = ExchangeProbe(0.001, 0.001, 0.01, 1000)
+        facts = (number, self.samples, self.batch, self.epochs, ("val",))
+        return WorkerReady(*facts, speed=100.0 + number, cv=0.1, exchange=probe)
 
     def lose(self, victim: FakeWorker) -> None:
         """Kills a worker, or cuts it off: then it goes on in its old view."""

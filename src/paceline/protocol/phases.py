@@ -103,8 +103,12 @@ class PhaseSequence(ViewSequence):
         """Drops measurements, which do not hold for the members of this view."""
         self.history.excluded_workers = set()
         self.history.throughput.reset()
-        speeds = self._rank_speeds
-        self._horizon = dataclasses.replace(self._horizon, workers=self.view.size, speeds=speeds)
+        self._horizon = dataclasses.replace(
+            self._horizon,
+            workers=self.view.size,
+            speeds=self._rank_speeds,
+            exchange=self._horizon.exchange if self.view.size > 1 else None,
+        )
         self._make_new_policy()
 
     def _strategy(self) -> Strategy:

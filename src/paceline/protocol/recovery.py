@@ -258,11 +258,13 @@ class ViewSequence:
 
     @property
     def _rank_speeds(self) -> tuple[float, ...]:
-        """Last measured speeds, by rank."""
+        """Last measured speeds, by rank; their mean for workers that were not measured."""
         windows = self.history.throughput.windows
         if windows:
             return windows[-1].speeds
-        return tuple(self._speeds.get(w, 0.0) for w in self.view.workers)
+        known = [s for w in self.view.workers if (s := self._speeds.get(w, 0.0)) > 0]
+        mean = sum(known) / len(known) if known else 0.0
+        return tuple(self._speeds.get(w, 0.0) or mean for w in self.view.workers)
 
     # ---- messages -----------------------------------------------------------------------------
 

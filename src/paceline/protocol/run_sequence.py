@@ -134,14 +134,14 @@ class RunSequence(PhaseSequence):
         if self.plan.batch_rule is not None:
             self._adapter = BatchAdapter(self.plan.batch_rule, history)
         self._horizon = RunHorizon(
-            workers=self.plan.workers,
+            workers=len(facts),  # Some may have been lost already.
             samples_per_epoch=ready.samples,
             epochs=ready.epochs,
             batch=ready.batch,
             schedule=self.plan.schedule,
             speeds=tuple(f.speed for f in facts),
             cv=math.sqrt(sum(f.cv**2 for f in facts) / len(facts)),
-            exchange=ready.exchange,
+            exchange=next((f.exchange for f in facts if f.exchange is not None), None),
             recalled=self.plan.recalled,
             validates="val" in ready.splits,
         )
