@@ -23,6 +23,7 @@ COMMANDS = {
     "stop": "Cancel a run in progress.",
     "resume": "Continue a run from its latest checkpoint, with its recorded options.",
     "compare": "Train one job with several strategies and seeds, and compare them.",
+    "reproduce": "Repeat a published study, and show its tables next to ours.",
     "launch": "Run a script with its own training loop on several workers.",
     "tune": "Find the smallest synchronous share of a run that keeps the accuracy.",
     "plan": "Choose machines and strategy by predicted time, energy and cost.",

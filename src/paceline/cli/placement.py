@@ -246,19 +246,24 @@ class MatrixPlaces:
         )
 
 
-def place_in_twin(cell: MatrixCell, job: JobRef) -> Placement:
+def place_in_twin(cell: MatrixCell, job: JobRef, depth: str = "learn") -> Placement:
+    """Places a run on simulated machines, with `select` and `servers_on` as on those of a pool."""
+    from paceline.cluster.pool import find_hosts, select_hosts
     from paceline.launch.engines.local import LocalLauncher
     from paceline.launch.placement import Placement
     from paceline.twin.clusters import read_cluster
     from paceline.twin.run import run_in_twin
 
     assert cell.twin is not None
+    cluster, where = read_cluster(cell.twin), cell.placement
+    servers_on = find_hosts(cluster, where.servers_on, "servers_on")
+    cluster = cluster.model_copy(update={"hosts": select_hosts(cluster, where.select)})
     return Placement(
         launcher=LocalLauncher(),
         workers=cell.workers,
         strategy=cell.spec,
         job=job,
-        run=run_in_twin(read_cluster(cell.twin)),
+        run=run_in_twin(cluster, depth, servers_on),
     )
 
 

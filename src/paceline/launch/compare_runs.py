@@ -297,7 +297,7 @@ def run_cell(
             resume=half_done,
             force=not half_done,
             recall=False,
-            labels={"task": cell.task, "arm": cell.arm},
+            labels=cell.labels,
             on_event=view.show,
         )
         return run_to_result(placed.run or run, placed.job, placed.strategy, mine)

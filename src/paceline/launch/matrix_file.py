@@ -5,10 +5,17 @@ import re
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from paceline.errors import UsageError, suggest_name
 from paceline.job import Job, build_job
@@ -37,6 +44,8 @@ class MatrixArm(ArmSettings):
     arm: str | None = None
     """Name in tables; the strategy text by default."""
     workers: int | None = Field(default=None, ge=1)
+    stands_for: str | None = None
+    """Arm of the published study that it is shown next to."""
     batch_times: float = Field(default=1.0, gt=0)
     epochs_times: float = Field(default=1.0, gt=0)
     job: JobFields = Field(default_factory=dict)
@@ -49,6 +58,18 @@ class ModelAndData(_MatrixPart):
     data: str
     batches: list[int] | None = None
     job: JobFields = Field(default_factory=dict)
+    stands_for: str | None = None
+    """Workload of the published study that these runs are shown next to."""
+    published_batches: list[int] | None = None
+    """Batches of the study, one for each of `batches`, if they differ."""
+
+    @model_validator(mode="after")
+    def _check_batches(self) -> Self:
+        if self.published_batches is not None and (
+            self.batches is None or len(self.batches) != len(self.published_batches)
+        ):
+            raise ValueError("published_batches must have as many entries as batches")
+        return self
 
 
 class Matrix(ArmSettings):
@@ -68,6 +89,8 @@ class Matrix(ArmSettings):
     workers: list[int] = Field(default_factory=lambda: [2])
     seeds: list[int] = Field(default_factory=lambda: [0])
     small: JobFields = Field(default_factory=dict)
+    small_real: JobFields = Field(default_factory=dict)
+    """Changes to `small` for real data, used by `paceline reproduce --data-dir`."""
 
     @field_validator("strategies", mode="before")
     @classmethod
@@ -107,15 +130,22 @@ class MatrixCell(ArmSettings):
     strategy: str
     workers: int
     job: JobFields
+    published: str = ""
+    """Published result to compare with, as workload/batch/arm; empty for none."""
 
     @property
     def spec(self) -> Strategy:
         return parse_strategy(self.strategy)
 
     @property
+    def labels(self) -> dict[str, str]:
+        published = {"published": self.published} if self.published else {}
+        return {"task": self.task, "arm": self.arm, **published}
+
+    @property
     def facts(self) -> JobFields:
         """Row of matrix.json, without settings that are not given."""
-        empty = {name for name in ("where", "run") if not getattr(self, name)}
+        empty = {name for name in ("where", "run", "published") if not getattr(self, name)}
         return self.model_dump(mode="json", exclude=empty)
 
 
@@ -127,8 +157,11 @@ def count_workers_here(settings: ArmSettings, own: int | None, axis: int) -> int
     return own or axis
 
 
-def read_matrix(name: str, *, scale: str = "full") -> Matrix:
-    """Reads a matrix file, or a built-in one by name; `small` applies its `small:` part."""
+def read_matrix(name: str, *, scale: str = "full", real: bool = False) -> Matrix:
+    """Reads a matrix file, or a built-in one by name; `small` applies its `small:` part.
+
+    With `real`, the small part for real data is applied on top of it.
+    """
     if scale not in SCALES:
         raise UsageError(f"--scale {scale!r}: must be one of {', '.join(SCALES)}")
     path = find_matrix(name)
@@ -141,7 +174,9 @@ def read_matrix(name: str, *, scale: str = "full") -> Matrix:
     if not isinstance(plain, dict):
         raise UsageError(f"matrix {path}: must be a mapping with strategies, work and so on")
     if scale == "small":
-        plain = apply_small(plain, path)
+        plain = apply_small(plain, path, "small")
+        if real:
+            plain = apply_small(plain, path, "small_real")
     try:
         matrix = Matrix(**plain)
     except ValidationError as error:
@@ -150,11 +185,11 @@ def read_matrix(name: str, *, scale: str = "full") -> Matrix:
     return matrix.located_in(path.parent).model_copy(update={"strategies": arms})
 
 
-def apply_small(plain: JobFields, path: Path) -> JobFields:
-    """Applies the `small:` part of a matrix; fields of `job` are merged."""
-    small = plain.get("small")
+def apply_small(plain: JobFields, path: Path, part: str) -> JobFields:
+    """Applies the `small:` part of a matrix, or another one; fields of `job` are merged."""
+    small = plain.get(part)
     if not isinstance(small, dict) or not small:
-        raise UsageError(f"matrix {path} has no part 'small:'; remove --scale, or add one")
+        raise UsageError(f"matrix {path} has no part '{part}:'; remove --scale, or add one")
     mixed = {**plain, **small}
     if isinstance(plain.get("job"), dict) and isinstance(small.get("job"), dict):
         mixed["job"] = {**plain["job"], **small["job"]}
@@ -274,6 +309,11 @@ def make_cell(
         "seed": seed,
     }
     slug = re.sub(r"[^a-z0-9]+", "_", label.lower()).strip("_")[:60]
+    published = ""
+    if work.stands_for and arm.stands_for:
+        there = work.published_batches or work.batches or matrix.batches
+        number = (work.batches or matrix.batches).index(batch)
+        published = f"{work.stands_for}/{there[number]}/{arm.stands_for}"
     parts = (work.data, work.model, f"b{batch}", f"w{count}", slug, f"seed{seed}")
     return MatrixCell(
         name="-".join(parts),
@@ -282,6 +322,7 @@ def make_cell(
         strategy=str(strategy),
         workers=count,
         job=job,
+        published=published,
         where=chosen.where,
         run=chosen.run,
     )

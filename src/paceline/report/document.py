@@ -1,7 +1,7 @@
 """Content of a report, independent of its format: findings, tables and figures per task."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from paceline.report import charts
 from paceline.report.charts import Figure
@@ -45,22 +45,37 @@ class ReportSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReportOpening:
+    """The part of a report before its sections: statements, tables and figures over all runs."""
+
+    statements: list[str] = field(default_factory=list)
+    sheets: list[ReportTable] = field(default_factory=list)
+    figures: list[tuple[str, str, Figure]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReportDocument:
     title: str
     runs: list[ReportRun]
     facts: str
     sections: list[ReportSection]
+    opening: ReportOpening = field(default_factory=ReportOpening)
 
     @property
     def figures(self) -> dict[str, Figure]:
         """By the name of their files."""
-        return {s.prefix + name: figure for s in self.sections for name, _, figure in s.figures}
+        first = {name: figure for name, _, figure in self.opening.figures}
+        of_sections = {
+            s.prefix + name: figure for s in self.sections for name, _, figure in s.figures
+        }
+        return {**first, **of_sections}
 
     @property
     def sheets(self) -> dict[str, ReportTable]:
         """By the name of their files."""
         of_sections = {s.prefix + sheet.name: sheet for s in self.sections for sheet in s.sheets}
-        return {**of_sections, **{sheet.name: sheet for sheet in self.run_sheets}}
+        others = (*self.opening.sheets, *self.run_sheets)
+        return {**of_sections, **{sheet.name: sheet for sheet in others}}
 
     @property
     def run_sheets(self) -> list[ReportTable]:
@@ -69,8 +84,16 @@ class ReportDocument:
         return [sheet for table in tables if (sheet := table(self.runs)).rows]
 
 
+MakeOpening = Callable[[Sequence[RunGroup]], ReportOpening]
+
+
 def make_content(
-    runs: Sequence[ReportRun], *, title: str, target: float | None = None, published: bool = False
+    runs: Sequence[ReportRun],
+    *,
+    title: str,
+    target: float | None = None,
+    published: bool = False,
+    make_opening: MakeOpening | None = None,
 ) -> ReportDocument:
     tasks = split_tasks(runs)
     sections = []
@@ -88,8 +111,13 @@ def make_content(
                 figures=list_figures(task, published=published),
             )
         )
-    facts = summarize_runs(runs)
-    return ReportDocument(title=title, runs=list(runs), facts=facts, sections=sections)
+    return ReportDocument(
+        title=title,
+        runs=list(runs),
+        facts=summarize_runs(runs),
+        sections=sections,
+        opening=make_opening(tasks) if make_opening is not None else ReportOpening(),
+    )
 
 
 def summarize_runs(runs: Sequence[ReportRun]) -> str:

@@ -11,7 +11,7 @@ from plotly.offline import get_plotlyjs
 
 from paceline.report import charts, study_tables
 from paceline.report.charts import Figure
-from paceline.report.document import CURVES, ReportDocument, ReportSection
+from paceline.report.document import CURVES, ReportDocument, ReportOpening, ReportSection
 from paceline.report.runs import UNFINISHED, ReportRun, group_by_label
 from paceline.report.tables import ReportTable
 
@@ -34,6 +34,9 @@ def render_report(content: ReportDocument) -> str:
     figures: list[Figure] = []
     runs = content.runs
     body = [*render_header(content), *render_problems(runs)]
+    opening = content.opening
+    figures += [figure for _, _, figure in opening.figures]
+    body += render_opening(opening)
     several = len(content.sections) > 1
     if several:
         links = [
@@ -62,6 +65,18 @@ def render_report(content: ReportDocument) -> str:
                 f"<pre>{escape(text)}</pre></details>"
             )
     return render_page(content.title, body, figures)
+
+
+def render_opening(opening: ReportOpening) -> list[str]:
+    """The figures of the opening are the first ones of the page."""
+    parts = [render_list(opening.statements)] if opening.statements else []
+    for sheet in opening.sheets:
+        parts += render_table(sheet)
+    boxes = [
+        render_figure(heading, figure, place)
+        for place, (_, heading, figure) in enumerate(opening.figures)
+    ]
+    return [*parts, render_grid(boxes)] if boxes else parts
 
 
 def render_figure(heading: str, figure: Figure, number: int) -> str:

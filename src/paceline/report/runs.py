@@ -35,6 +35,7 @@ class ReportRun:
     missing: list[str] = field(default_factory=list)
     switch_times_s: dict[int, float] = field(default_factory=dict)
     cluster: ClusterRecord = field(default_factory=ClusterRecord)
+    path: Path | None = None
     label: str = ""
 
     @property
@@ -184,6 +185,7 @@ def load_run(path: Path, name: str) -> ReportRun:
         missing=missing,
         switch_times_s={event.row.samples: event.t for event in switched},
         cluster=read_machines(record),
+        path=path,
     )
 
 

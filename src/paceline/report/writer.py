@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from paceline.errors import UsageError
-from paceline.report.document import ReportDocument, make_content
+from paceline.report.document import MakeOpening, ReportDocument, make_content
 from paceline.report.html import render_report
 from paceline.report.runs import ReportRun, load_runs
 from paceline.report.tables import escape_markdown
@@ -22,12 +22,14 @@ def write_report(
     published: bool = False,
     figures: Path | None = None,
     tables: Path | None = None,
+    make_opening: MakeOpening | None = None,
 ) -> list[Path]:
     """Writes the report of the runs in the folders to each file; returns all paths written.
 
     A folder that is not a run is searched recursively. Failed, unfinished and interrupted runs are
     included, with a description of what is missing. Files are replaced atomically. Figures and
-    tables are written to directories, if requested.
+    tables are written to directories, if requested. `make_opening` returns what the report begins
+    with, from its tasks.
 
     Raises:
         UsageError: A folder contains no run, or a file cannot be written.
@@ -39,7 +41,13 @@ def write_report(
         from paceline.report.figures import require_matplotlib, write_figures
 
         require_matplotlib()
-    content = make_content(load_runs(folders), title=title, target=target, published=published)
+    content = make_content(
+        load_runs(folders),
+        title=title,
+        target=target,
+        published=published,
+        make_opening=make_opening,
+    )
     pictures: dict[str, Path] = {}
     if figures is not None:
         make_folder(figures)
@@ -83,6 +91,15 @@ def render_markdown(content: ReportDocument, pictures: Mapping[str, Path], base:
     problems = list(list_problems(content.runs))
     if problems:
         lines += ["Incomplete:", "", *problems, ""]
+    opening = content.opening
+    lines += [f"- {escape_markdown(text)}" for text in opening.statements]
+    for sheet in opening.sheets:
+        lines += ["", f"## {sheet.title}", "", sheet.to_markdown()]
+    for name, heading, _ in opening.figures:
+        if name in pictures:
+            link = os.path.relpath(pictures[name], base)
+            lines += ["", f"![{escape_markdown(heading)}]({link})"]
+    lines += [""] if opening.statements or opening.sheets else []
     for section in content.sections:
         lines += [f"## {escape_markdown(section.task.name)}", ""]
         if section.findings:

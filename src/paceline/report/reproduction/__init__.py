@@ -1,0 +1,1 @@
+"""Published tables next to the runs that repeat a study."""
