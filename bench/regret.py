@@ -33,12 +33,19 @@ from paceline.errors import PacelineError
 from paceline.launch.run import run_training
 from paceline.launch.run_options import RunOptions
 from paceline.specs.slowdown import InjectedSlowdown
-from paceline.strategies.auto.spec import DEFAULT_CANDIDATES
 from paceline.strategies.registry import parse_strategy
 from paceline.twin.run import TwinOptions, run_twin
 from scenarios import RealScenario, Scenario, make_job, real_scenarios, scenarios
 
-FIXED = tuple(text for text in DEFAULT_CANDIDATES if text != "single")
+STRATEGIES = (
+    "auto",
+    "allreduce",
+    "allreduce(balance=auto)",
+    "allreduce(codec=int8)",
+    "ps",
+    "grouped(size=2)",
+    "local_sgd(h=4)",
+)
 Row = dict[str, Any]
 
 
@@ -157,7 +164,15 @@ def print_table(rows: list[Row]) -> None:
     groups: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         groups[row["scenario"]].append(row)
-    found = [s for s in (summarize(name, group) for name, group in groups.items()) if s]
+    held_out = {scenario.name for scenario in scenarios() if scenario.held_out}
+    print_part([group for group in groups.items() if group[0] not in held_out])
+    if held_out & groups.keys():
+        print("\nHeld out:\n")
+        print_part([group for group in groups.items() if group[0] in held_out])
+
+
+def print_part(groups: list[tuple[str, list[Row]]]) -> None:
+    found = [s for s in (summarize(name, group) for name, group in groups) if s]
     print(
         "| scenario | allreduce acc | auto, points (worst) | allreduce s | auto s | "
         "best fixed (s) | regret |\n|---|---:|---:|---:|---:|---|---:|"
@@ -186,6 +201,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("bench/results/regret.jsonl"))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--scenarios", help="comma-separated names; all by default")
+    parser.add_argument(
+        "--strategies",
+        type=lambda text: text.split(";"),
+        default=STRATEGIES,
+        help="separated by semicolons; auto and six fixed ones by default",
+    )
     parser.add_argument("--real", action="store_true", help="local processes, not the simulator")
     parser.add_argument("--table", action="store_true", help="only print the table")
     args = parser.parse_args()
@@ -200,7 +221,7 @@ def main() -> None:
         if chosen is not None and scenario.name not in chosen:
             continue
         for seed in range(1, args.seeds + 1):
-            for strategy in ("auto", *FIXED):
+            for strategy in args.strategies:
                 if (scenario.name, strategy, seed) in known:
                     continue
                 rows.append(run(scenario, strategy, seed, args.data_dir))

@@ -32,6 +32,8 @@ class Scenario:
     job: dict[str, Any] = field(default_factory=dict)
     near_limit: bool = False
     """The learning rate is near the limit of stability of synchronous training."""
+    held_out: bool = False
+    """Defined after the rules of auto were fixed."""
 
 
 class Rows:
@@ -277,6 +279,46 @@ def scenarios() -> list[Scenario]:
             "fashion-mnist:6000",
             {**fashion, "epochs": 4, "lr": 0.2, "schedule": "constant"},
             near_limit=True,
+        ),
+        Scenario(
+            "held-jitter-12",
+            "12 machines, exponential jitter, Nesterov momentum",
+            machines(12, cv=0.3, shape="exponential"),
+            "mnist:6000",
+            {**mlp, "optimizer": "sgd(momentum=0.9, nesterov=true)"},
+            held_out=True,
+        ),
+        Scenario(
+            "held-half-6",
+            "six machines, one of half the speed, AdamW",
+            machines(6, cv=0.15, slow={0: 2}),
+            "fashion-mnist:6000",
+            {**fashion, "optimizer": "adamw", "lr": 0.002},
+            held_out=True,
+        ),
+        Scenario(
+            "held-200-mbit",
+            "five machines, 200 Mbit/s and 5 ms",
+            machines(5, cv=0.1, mbit_s=200, latency_ms=5, per_sample_s=0.003),
+            "kmnist:6000",
+            {**mlp, "batch": 100},
+            held_out=True,
+        ),
+        Scenario(
+            "held-late-straggler",
+            "six machines, one 5 times slower after half of the run",
+            machines(6, periods={4: (32.0, 1000.0, 5.0)}),
+            "fashion-mnist:6000",
+            fashion,
+            held_out=True,
+        ),
+        Scenario(
+            "held-batch-256",
+            "six machines, batch 256",
+            machines(6, cv=0.25, slow={5: 1.5}),
+            "kmnist:3000",
+            {**small, "batch": 256, "epochs": 8},
+            held_out=True,
         ),
     ]
 

@@ -132,8 +132,24 @@ def test_a_probed_latency_is_lowered_if_it_exceeds_the_communication() -> None:
     found = LiveCluster(4, 64, probe)
     assert found.measure(Observation(PHASES[0], windows_of(truth, PHASES[0])))
     assert found.latency_s < 0.01
+    # As little as explains the step up to the error of the model.
     expected = truth.estimate(PHASES[0]).step_s
-    assert found.estimate(PHASES[0]).step_s == pytest.approx(expected, rel=0.02)
+    assert found.estimate(PHASES[0]).step_s == pytest.approx(1.1 * expected, rel=0.02)
+
+
+def test_a_step_that_hides_its_exchange_does_not_make_links_faster() -> None:
+    """All of the encoded exchange was hidden; `ps` would still saturate the link of its server."""
+    probe = ExchangeProbe(message_s=0.0, small_s=0.0, gradient_s=0.04, gradient_bytes=800_000)
+    ps, encoded = PHASES[1], PHASES[3]
+    truth = LiveCluster(16, 64, probe)
+    truth.set_speeds((100.0,) * 16)
+    saturated_s = truth.estimate(ps).step_s
+    assert saturated_s > 2 * truth.estimate(encoded).step_s
+    truth.set_exchange(0.0)
+    found = LiveCluster(16, 64, probe)
+    assert found.measure(Observation(encoded, windows_of(truth, encoded)))
+    assert found.estimate(encoded).step_s < 1.11 * truth.estimate(encoded).step_s
+    assert found.estimate(ps).step_s > 1.5 * found.estimate(encoded).step_s
 
 
 def test_a_worker_without_work_leaves_the_cluster_unknown() -> None:
@@ -194,11 +210,66 @@ def test_without_probed_speeds_it_starts_with_the_first_candidate() -> None:
 
 def test_it_changes_when_that_pays_and_explains_why() -> None:
     slow = cluster_of((100.0, 100.0, 100.0, 30.0))
-    decision = policy_of().decide(history_of(1000, windows_of(slow, PHASES[0])))
+    decision = policy_of().decide(history_of(2000, windows_of(slow, PHASES[0])))
     assert decision is not None
     assert (decision.phase, decision.cause, decision.snapshot) == (1, "gain", True)
     assert decision.reason.startswith("auto: allreduce makes 120 samples/s, ps ")
-    assert "s of the remaining 75.0 s" in decision.reason
+    assert "s of the remaining 66.7 s" in decision.reason
+
+
+def test_stale_gradients_and_local_steps_come_later() -> None:
+    """The smaller the gain, the longer the run stays with a synchronous candidate."""
+    slow = windows_of(cluster_of((100.0, 100.0, 100.0, 30.0)), PHASES[0])
+    early = policy_of().decide(history_of(1000, slow))
+    assert early is not None
+    assert early.phase == 0
+    assert "for ps (330) it is too early" in early.reason
+
+    def first_change(windows: list[ThroughputWindow], batch: int = 64) -> int:
+        policy = policy_of(batch=batch)
+        for samples in range(100, 10_000, 100):
+            decision = policy.decide(history_of(samples, windows))
+            if decision is not None and decision.phase == 1:
+                return samples
+        raise AssertionError("no change")
+
+    # After 20 batches, less the samples until a decision takes effect.
+    assert first_change(slow) == 1200
+    assert first_change(slow, batch=16) == 200
+    jitter = windows_of(cluster_of((100.0,) * 4, cv=0.15), PHASES[0])
+    assert 1200 < first_change(jitter) <= 2500
+
+
+def test_a_short_run_does_not_start_with_local_steps() -> None:
+    """However slow the links are: it begins with full progress per sample."""
+    probe = ExchangeProbe(message_s=0.2, small_s=1.2, gradient_s=1.3, gradient_bytes=800_000)
+
+    def start(epochs: int | None) -> str:
+        policy = policy_of(speeds=(100.0,) * 4, exchange=probe, epochs=epochs)
+        decision = policy.decide(History())
+        assert decision is not None
+        return NAMES[decision.phase]
+
+    assert start(epochs=20) == "local_sgd(h=4)"
+    assert start(epochs=10) == "allreduce"
+    assert start(epochs=None) == "allreduce"
+
+
+def test_a_run_starts_with_the_first_candidate_unless_another_is_clearly_better() -> None:
+    """A codec must promise more than the error of a prediction, an exact candidate 3%."""
+    names = ("allreduce", "allreduce(balance=auto)", "allreduce(codec=int8)")
+    phases = tuple(parse_strategy(name) for name in names)
+
+    def start(slowest: float, exchange_s: float) -> str:
+        probe = ExchangeProbe(0.0, 0.0, exchange_s, 800_000)
+        facts = horizon(speeds=(100.0, 100.0, 100.0, slowest), exchange=probe)
+        decision = AutoPolicy(facts, dict(enumerate(phases)), phases).decide(History())
+        assert decision is not None
+        return names[decision.phase]
+
+    assert start(98.0, 0.01) == "allreduce"
+    assert start(90.0, 0.01) == "allreduce(balance=auto)"
+    assert start(100.0, 0.05) == "allreduce(codec=int8)"
 
 
 def test_without_validation_data_it_says_what_it_judges_by() -> None:
@@ -239,9 +310,9 @@ def test_what_was_measured_corrects_what_is_predicted() -> None:
 
 def test_every_change_raises_the_bar() -> None:
     jitter = windows_of(cluster_of((100.0,) * 4, cv=0.15), PHASES[0])
-    assert policy_of().decide(history_of(1000, jitter)).cause == "gain"  # type: ignore[union-attr]
+    assert policy_of().decide(history_of(3000, jitter)).cause == "gain"  # type: ignore[union-attr]
     changes = [SwitchRow(samples=1, before="ps", after="allreduce", cause="gain")] * 3
-    decision = policy_of().decide(history_of(1000, jitter, switches=changes))
+    decision = policy_of().decide(history_of(3000, jitter, switches=changes))
     assert decision is not None
     assert decision.cause == "no gain"
 
@@ -307,7 +378,13 @@ def test_the_best_validated_state_is_returned() -> None:
 def test_the_cost_of_changes_is_reported() -> None:
     def decided(seconds: float, strategy: str, chosen: str, cause: str) -> DecisionRow:
         return DecisionRow(
-            samples=0, seconds=seconds, strategy=strategy, chosen=chosen, cause=cause, reason=""
+            samples=0,
+            seconds=seconds,
+            strategy=strategy,
+            chosen=chosen,
+            cause=cause,
+            reason="",
+            figures={"gain": 0.5},
         )
 
     switches = [
@@ -323,8 +400,8 @@ def test_the_cost_of_changes_is_reported() -> None:
     decision = policy_of().conclude(history)
     assert decision is not None
     assert (decision.cause, decision.restore) == ("summary", False)
-    assert decision.measurements["explored_s"] == pytest.approx(3.5)
-    assert "3.5% of the training time" in decision.reason
+    assert decision.measurements["explored_s"] == pytest.approx(2.0)
+    assert "2.0% of the training time" in decision.reason
     assert policy_of().conclude(history_of(3000, [])) is None
 
 
@@ -490,7 +567,7 @@ def test_the_runs_of_a_comparison_do_not_recall_each_other(tmp_path: Path) -> No
 def test_recalled_corrections_change_the_start() -> None:
     probe = ExchangeProbe(message_s=0.0, small_s=0.0, gradient_s=0.0, gradient_bytes=800_000)
     facts: dict[str, Any] = {"speeds": (100.0,) * 4, "exchange": probe}
-    auto = parse_strategy("auto(allreduce, local_sgd(h=4))")
+    auto = parse_strategy("auto(allreduce, allreduce(codec=int8))")
     first = make_switch_policy(auto, horizon(**facts)).decide(History())
     assert first is not None
     assert first.phase == 0

@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from paceline.protocol.history import History
+from paceline.protocol.pace import PLAN_AHEAD_S
 from paceline.protocol.switch_policy import RunHorizon, SwitchDecision, SwitchPolicy
 from paceline.protocol.throughput import ThroughputWindow
 from paceline.specs.measurement_window import WINDOW_BATCHES, WINDOW_S
@@ -19,6 +20,7 @@ from paceline.strategies.auto.goodput import (
     mean_rate,
     predict_goodput,
 )
+from paceline.strategies.auto.patience import is_safe_start, wait_samples
 from paceline.strategies.auto.spec import Auto
 from paceline.telemetry.events import EpochRow
 
@@ -53,6 +55,7 @@ class AutoPolicy(SwitchPolicy):
         """`candidates` are those of `phases` that fit these workers, by index."""
         self._first = start
         self._horizon = horizon
+        self._total = None if horizon.epochs is None else horizon.total
         self._candidates = candidates
         self._phases = phases
         self._recalled = {
@@ -123,19 +126,45 @@ class AutoPolicy(SwitchPolicy):
         return predict_goodput(cluster, self._candidates, self._recalled)
 
     def _best_start(self, found: Mapping[int, Goodput]) -> int:
-        """Returns the best synchronous candidate, an exact one unless another is clearly better.
+        """Returns the best candidate that is safe from the start.
 
-        Stale gradients do the most harm in the first steps, so asynchronous candidates come later.
-        Without a probe, an exchange can make any inexact candidate a bad start.
+        That is the first exact one, unless another is clearly better, or an inexact one by more
+        than the error of a prediction. Without a probe, an exchange can make any inexact candidate
+        a bad start.
         """
-        workers = self._horizon.workers
-        waiting = [p for p in found if self._candidates[p].lag_bound(workers) == 0.0] or list(found)
-        exact = [p for p in waiting if self._candidates[p].exact] or waiting
+        safe = [p for p in found if self._is_safe(found, p)] or list(found)
+        exact = [p for p in safe if self._candidates[p].exact] or safe
         first = max(exact, key=lambda p: found[p].value)
+        if self._gain(found, exact[0], first) < MEASURED_MARGIN:
+            first = exact[0]
         if self._horizon.exchange is None:
             return first
-        best = max(waiting, key=lambda p: found[p].value)
-        return best if self._gain(found, first, best) >= MEASURED_MARGIN else first
+        best = max(safe, key=lambda p: found[p].value)
+        return best if self._gain(found, first, best) >= PREDICTED_MARGIN else first
+
+    def _is_safe(self, found: Mapping[int, Goodput], phase: int) -> bool:
+        waits = self._candidates[phase].lag_bound(self._horizon.workers) == 0.0
+        efficiency, batch = found[phase].efficiency, self._horizon.batch
+        return is_safe_start(efficiency, waits, batch, self._total)
+
+    def _drop_early(self, found: Mapping[int, Goodput], history: History) -> dict[int, Goodput]:
+        """Drops candidates for which it is too early (`strategies.auto.patience`)."""
+        safe = [g for p, g in found.items() if self._is_safe(found, p)]
+        if not safe:
+            return dict(found)
+        best = max(safe, key=lambda goodput: goodput.value)
+        # Work is planned ahead, so that a decision takes effect later.
+        effective = history.samples + PLAN_AHEAD_S * found[history.phase].samples_per_s
+
+        def is_due(phase: int) -> bool:
+            lead = found[phase].samples_per_s / best.samples_per_s - 1
+            return effective >= wait_samples(lead, self._horizon.batch, self._total)
+
+        return {
+            p: goodput
+            for p, goodput in found.items()
+            if p == history.phase or self._is_safe(found, p) or is_due(p)
+        }
 
     @staticmethod
     def _gain(found: Mapping[int, Goodput], now: int, other: int) -> float:
@@ -195,7 +224,8 @@ class AutoPolicy(SwitchPolicy):
         found = predict_goodput(cluster, allowed, self._share_corrections(corrections, now))
         if now not in found:
             return None
-        best = max(found, key=lambda phase: (found[phase].value, phase == now))
+        due = self._drop_early(found, history)
+        best = max(due, key=lambda phase: (due[phase].value, phase == now))
         # Every change raises the bar, so that a run on a noisy cluster does not keep changing.
         measured = best in corrections or best in self._recalled
         margin = MEASURED_MARGIN if measured else PREDICTED_MARGIN
@@ -211,13 +241,16 @@ class AutoPolicy(SwitchPolicy):
             "corrections": {str(self._phases[p]): round(f, 4) for p, f in corrections.items()},
         }
         speed = f"auto: {self._phases[now]} makes {found[now].value:.0f} samples/s"
+        later = ""
+        early = max(found, key=lambda phase: found[phase].value)
+        if early not in due:
+            later = f"; for {self._phases[early]} ({found[early].value:.0f}) it is too early"
         if best == now:
-            return SwitchDecision(
-                now, f"{speed}, more than any candidate", "best", measurements=figures
-            )
+            why = f"{speed}, more than any candidate{later}"
+            return SwitchDecision(now, why, "best", measurements=figures)
         promise = f"{speed}, {self._phases[best]} {found[best].value:.0f}"
         if gain < margin:
-            why = f"{promise}: less than {100 * margin:.0f}% better, stays"
+            why = f"{promise}: less than {100 * margin:.0f}% better, stays{later}"
             return SwitchDecision(now, why, "no gain", measurements=figures)
         left = self._remaining(history)
         # The duration of a window under the candidate, which may be much faster.
@@ -260,7 +293,7 @@ class AutoPolicy(SwitchPolicy):
 
     def _remaining(self, history: History) -> int | None:
         """Samples until the end of the run; None if the length is unknown."""
-        return None if self._horizon.epochs is None else self._horizon.total - history.samples
+        return None if self._total is None else self._total - history.samples
 
     def _pause_s(self, history: History) -> float:
         """Returns the longest pause of a change so far, or none before the first."""
@@ -344,14 +377,17 @@ class AutoPolicy(SwitchPolicy):
         return SwitchDecision(history.phase, reason, "restored", restore=True, best=True)
 
     def _summarize(self, history: History) -> SwitchDecision | None:
-        """Returns the time spent on changes, and on candidates that were left again."""
+        """Returns the time lost to changes, and to candidates that were left again."""
         changes = [d for d in history.decisions if d.chosen != d.strategy and d.cause != "start"]
         if not changes:
             return None
         spent_s = sum((row.pause_s or 0.0) + row.drain_s for row in history.switches)
         for change, next_change in pairwise(changes):
+            # A slower candidate makes less progress, a failed one none.
             if next_change.cause in (*FAILED, "slower"):
-                spent_s += next_change.seconds - change.seconds
+                gain = next_change.figures.get("gain")
+                lost = gain if next_change.cause == "slower" and isinstance(gain, float) else 1.0
+                spent_s += lost * (next_change.seconds - change.seconds)
         share = spent_s / history.train_seconds if history.train_seconds else 0.0
         reason = (
             f"auto: {len(history.switches)} change(s); {spent_s:.2f} s, {100 * share:.1f}% of the "
