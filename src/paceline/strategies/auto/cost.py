@@ -5,7 +5,7 @@ import numpy as np
 from paceline.plan.facet import CostFacet, StepEstimate
 from paceline.plan.pool_arrays import Ints, PoolArrays
 from paceline.specs.measurement_window import WINDOW_BATCHES, WINDOW_S
-from paceline.strategies.auto.patience import is_safe_start, wait_samples
+from paceline.specs.patience import is_safe_start, wait_samples
 from paceline.strategies.auto.spec import Auto
 from paceline.strategies.registry import cost
 

@@ -48,7 +48,7 @@ class LiveCluster:
                 for i in range(workers)
             ),
             link=Link(latency_ms=0.0),
-            collective="ring",
+            collective="auto",
             collective_gb_s=fast,
             transfer_gb_s=fast,
             control_ms=0.0,

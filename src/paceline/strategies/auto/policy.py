@@ -10,6 +10,7 @@ from paceline.protocol.pace import PLAN_AHEAD_S
 from paceline.protocol.switch_policy import RunHorizon, SwitchDecision, SwitchPolicy
 from paceline.protocol.throughput import ThroughputWindow
 from paceline.specs.measurement_window import WINDOW_BATCHES, WINDOW_S
+from paceline.specs.patience import is_safe_start, wait_samples
 from paceline.specs.strategy import Strategy
 from paceline.strategies.auto.goodput import (
     MAX_CV,
@@ -20,7 +21,6 @@ from paceline.strategies.auto.goodput import (
     mean_rate,
     predict_goodput,
 )
-from paceline.strategies.auto.patience import is_safe_start, wait_samples
 from paceline.strategies.auto.spec import Auto
 from paceline.telemetry.events import EpochRow
 
@@ -148,7 +148,7 @@ class AutoPolicy(SwitchPolicy):
         return is_safe_start(efficiency, waits, batch, self._total)
 
     def _drop_early(self, found: Mapping[int, Goodput], history: History) -> dict[int, Goodput]:
-        """Drops candidates for which it is too early (`strategies.auto.patience`)."""
+        """Drops candidates for which it is too early (`specs.patience`)."""
         safe = [g for p, g in found.items() if self._is_safe(found, p)]
         if not safe:
             return dict(found)
