@@ -100,6 +100,9 @@ def test_clock_forgets_a_lost_worker() -> None:
 
 def test_silent_worker_is_found_and_a_late_supervisor_is_not_blamed_on_it() -> None:
     members = Membership(2, now=0.0)
+    assert members.find_silent(99.0, 10.0) == []  # Nobody is ready.
+    members.set_ready(0, 0.0)
+    members.set_ready(1, 0.0)
     members.on_heartbeat(0, 1, "forward", 5, 1.0)
     members.on_heartbeat(1, 1, "forward", 5, 9.0)
     assert members.find_silent(11.5, 10.0) == [0]

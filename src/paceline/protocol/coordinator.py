@@ -96,6 +96,7 @@ class Coordinator(RunSequence):
         is_first = self.view.rank_of(ready.worker) is not None and ready.worker not in self._lost
         if ready.worker not in self.members:
             return  # It was lost, and has not been started again.
+        self.members.set_ready(ready.worker, self._now)
         if not is_first:
             self._admit(ready)
         elif self._awaited is WorkerReady:

@@ -15,6 +15,7 @@ class MemberStatus:
     """Time of the last change of phase."""
     last_heartbeat: float = 0.0
     """Time of the last heartbeat."""
+    is_ready: bool = False
 
 
 class Membership:
@@ -42,7 +43,8 @@ class Membership:
         member = self._members.get(worker)
         if member is not None:
             since = now if turn != member.phase_changes else member.since
-            self._members[worker] = MemberStatus(step, phase, turn, since, now)
+            ready = member.is_ready
+            self._members[worker] = MemberStatus(step, phase, turn, since, now, ready)
 
     def set_step(self, worker: int, step: int) -> None:
         if worker in self._members:
@@ -57,12 +59,18 @@ class Membership:
         for member in self._members.values():
             member.since = member.last_heartbeat = now
 
+    def set_ready(self, worker: int, now: float) -> None:
+        """Notes that a worker is ready, and sends heartbeats from now on."""
+        if worker in self._members:
+            self._members[worker].is_ready = True
+            self._members[worker].last_heartbeat = now
+
     def find_silent(self, now: float, deadline_s: float) -> list[int]:
-        """Returns workers without a heartbeat for this long: stopped, or cut off."""
+        """Returns ready workers without a heartbeat for this long: stopped, or cut off."""
         return [
-            w
-            for w, m in self._members.items()
-            if m.phase_changes and now - m.last_heartbeat > deadline_s
+            worker
+            for worker, member in self._members.items()
+            if member.is_ready and now - member.last_heartbeat > deadline_s
         ]
 
     def find_stuck(self, now: float, deadline_s: float) -> list[tuple[int, MemberStatus]]:
