@@ -16,7 +16,7 @@ from conftest import RunCli, read_result
 from paceline.errors import RunFailed, UsageError
 from paceline.job import Job, JobRef
 from paceline.launch.arm_settings import ArmSettings
-from paceline.launch.compare_runs import MatrixOptions, run_matrix
+from paceline.launch.compare_runs import MatrixOptions, compare_strategies, run_matrix
 from paceline.launch.matrix_file import Matrix, list_cells, list_shipped, read_matrix
 from paceline.launch.run_options import RunOptions
 from paceline.report.progress import MatrixProgress
@@ -195,6 +195,61 @@ def test_failures_are_kept_and_made_again_only_when_asked(tmp_path: Path) -> Non
     retried = run_matrix(matrix, options_for(tmp_path / "out", retry=True), run=again)
     assert retried["runs_failed"] == 0
     assert len(again.made) == 4
+
+
+def test_resume_repeats_what_failed_and_says_what_it_reuses(tmp_path: Path) -> None:
+    matrix = read_matrix(str(write_matrix(tmp_path / "m.yaml")))
+    out, lines = tmp_path / "out", []  # type: ignore[var-annotated]
+    run_matrix(matrix, options_for(out), run=Runs(fails="b64-w2-servers"))
+    again = Runs()
+    found = run_matrix(matrix, options_for(out, resume=True, tell=lines.append), run=again)
+    assert found["runs_failed"] == 0
+    assert again.made == [
+        "digits-mlp-128-b64-w2-servers-seed0",
+        "digits-mlp-128-b64-w2-servers-seed1",
+    ]
+    assert lines[0].startswith("reusing 6 of 8 runs: digits-mlp-128-b32-w2-allreduce-seed0, ")
+    assert lines[1] == f"repeating or continuing 2 runs: {', '.join(again.made)}"
+    rows = json.loads((out / "matrix.json").read_text())["runs"]
+    assert len({row["hash"] for row in rows}) == 8
+    moved = {"data_dir": "/elsewhere", "timeout": 5}
+    matrix = read_matrix(str(write_matrix(tmp_path / "m.yaml", timeout=moved.pop("timeout"))))
+    assert run_matrix(matrix, options_for(out, given=moved), run=again)["runs_total"] == 8
+    assert len(again.made) == 2
+    with pytest.raises(UsageError, match=r"job\.epochs was 1, now 2"):
+        run_matrix(matrix, options_for(out, given={"epochs": 2}), run=again)
+
+
+def test_a_run_that_fails_is_repeated_once_if_asked(tmp_path: Path) -> None:
+    matrix = read_matrix(str(write_matrix(tmp_path / "m.yaml", seeds=1, batches=[32])))
+    runs = Runs(fails="servers")
+    comparison = run_matrix(matrix, options_for(tmp_path / "out", retry=True), run=runs)
+    assert [name.split("-")[-2] for name in runs.made] == ["allreduce", "servers", "servers"]
+    assert comparison["runs_failed"] == 1
+
+
+def test_a_comparison_that_was_cut_off_is_resumed(tmp_path: Path) -> None:
+    job, out, lines = JobRef(fields={"epochs": 1}), tmp_path / "out", []  # type: ignore[var-annotated]
+
+    def compare(run: Runs, job: JobRef = job, **changes: Any) -> Any:
+        options = RunOptions(out=out, workers=2, threads=1, **changes)
+        names = ["allreduce", "ps"]
+        return compare_strategies(job, names, options, seeds=2, run=run, tell=lines.append)
+
+    with pytest.raises(KeyboardInterrupt):
+        compare(Runs(fails="1-allreduce", interrupt_at=2))
+    with pytest.raises(UsageError, match="use --resume to continue it, or --force"):
+        compare(Runs())
+    more = job.model_copy(update={"fields": {"epochs": 2}})
+    with pytest.raises(UsageError, match=r"job\.fields\.epochs was 1, now 2"):
+        compare(Runs(), more, resume=True)
+    again = Runs()
+    assert compare(again, resume=True)["runs_failed"] == 0
+    assert again.made == ["1-allreduce-seed0", "1-allreduce-seed1", "2-ps-seed1"]
+    assert lines == [
+        "reusing 1 of 4 runs: 2-ps-seed0",
+        "repeating or continuing 1 run: 1-allreduce-seed0",
+    ]
 
 
 def test_more_seeds_are_added_and_another_matrix_is_refused(tmp_path: Path) -> None:

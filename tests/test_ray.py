@@ -92,6 +92,27 @@ def test_same_job_to_the_same_result(cluster: Cluster, run_cli: RunCli, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+def test_comparison_and_tune_keep_the_slots(
+    cluster: Cluster, run_cli: RunCli, tmp_path: Path
+) -> None:
+    out, tuned = tmp_path / "compared", tmp_path / "tuned"
+    where = ("--engine", "ray", "--address", cluster.address, "--workers", 2, "--threads", 1)
+    args = ("--strategies", "allreduce; ps", "--seeds", 2, "--epochs", 1, "--out", out)
+    done = run_cli("compare", *args, *where, timeout=RUN_S)
+    assert done.code == 0, done.stderr
+    results = [read_result(path) for path in sorted(out.glob("*-seed*"))]
+    assert [result["status"] for result in results] == ["done"] * 4
+    # Importing torch alone takes longer than these starts.
+    assert max(result["stages"]["start"] for result in results) < 5.0
+    args = ("--epochs", 2, "--tolerance", 0.5, "--out", tuned)
+    done = run_cli("tune", *args, *where, timeout=RUN_S)
+    assert done.code == 0, done.stderr
+    assert "recommended: " in done.stdout
+    assert read_result(tuned / "switch-at-0000")["stages"]["start"] < 5.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_scripts_from_the_command_line(cluster: Cluster, run_cli: RunCli, tmp_path: Path) -> None:
     ray = ("--engine", "ray", "--address", cluster.address, "--workers", "2", "--threads", "1")
     for script, strategy in (

@@ -277,6 +277,28 @@ def test_train_from_the_command_line(
 
 @pytest.mark.slow
 @needs_spark
+def test_comparison_and_tune_keep_the_slots(
+    cluster: spark_cluster.Cluster, run_cli: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARK_LOCAL_IP", "127.0.0.1")
+    out, tuned = tmp_path / "compared", tmp_path / "tuned"
+    where = ("--engine", "spark", "--master", cluster.master, "--workers", 2, "--threads", 1)
+    args = ("--strategies", "allreduce; ps", "--seeds", 2, "--epochs", 1, "--out", out)
+    done = run_cli("compare", *args, *where, timeout=RUN_S)
+    assert done.code == 0, done.stderr
+    results = [read_result(path) for path in sorted(out.glob("*-seed*"))]
+    assert [result["status"] for result in results] == ["done"] * 4
+    # Importing torch alone takes longer than these starts.
+    assert max(result["stages"]["start"] for result in results) < 5.0
+    args = ("--epochs", 2, "--tolerance", 0.5, "--out", tuned)
+    done = run_cli("tune", *args, *where, timeout=RUN_S)
+    assert done.code == 0, done.stderr
+    assert "recommended: " in done.stdout
+    assert read_result(tuned / "switch-at-0000")["stages"]["start"] < 5.0
+
+
+@pytest.mark.slow
+@needs_spark
 def test_script_from_the_command_line(
     cluster: spark_cluster.Cluster, run_cli: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -374,3 +374,57 @@ def test_launch_plans_by_speed_or_by_a_job(run_cli: RunCli, project: Path, tmp_p
     odd = run_cli("launch", "train.py", "--pool", pool, "--job", project / "job.py")
     assert odd.code == 2
     assert "--job requires --select auto" in odd.last_line
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_comparison_keeps_machines_and_resumes_after_a_kill(
+    lab: Lab, start_cli: StartCli, run_cli: RunCli, project: Path, tmp_path: Path
+) -> None:
+    """Two strategies, two seeds; the command is killed in the third of four runs."""
+    pool, out = write_pool(lab, tmp_path), tmp_path / "compared"
+    (project / "parts.py").write_text("EPOCHS = 30\n")
+    command = ("compare", project / "job.py", "--pool", pool, "--strategies", "allreduce; ps")
+    command = (*command, "--seeds", 2, "--out", out, *ONE)
+    events = out / "1-allreduce-seed4" / "events" / "worker-1.jsonl"
+    first = start_cli(*command)
+    wait_until(lambda: events.exists() and '"steps"' in events.read_text(), "the third run", 150)
+    first.kill()
+    wait_until(lambda: all_gone(lab), "nothing is left on any machine", LIMIT_S)
+    refused = run_cli(*command)
+    assert refused.code == 2
+    assert "use --resume to continue it" in refused.last_line
+    kept = (out / "2-ps-seed3" / "result.json").stat().st_mtime_ns
+    done = run_cli(*command, "--resume")
+    assert done.code == 0, done.stderr
+    assert "reusing 2 of 4 runs: 1-allreduce-seed3, 2-ps-seed3" in done.stderr
+    assert (out / "2-ps-seed3" / "result.json").stat().st_mtime_ns == kept
+    comparison = json.loads((out / "comparison.json").read_text())
+    assert (comparison["runs_total"], comparison["runs_failed"]) == (4, 0)
+    starts = [read_result(path)["stages"]["start"] for path in sorted(out.glob("*-seed*"))]
+    # Importing torch on three machines that share two cores takes longer than all starts together.
+    assert max(starts) < 5.0, starts
+    wait_until(lambda: all_gone(lab), "nothing is left on any machine", LIMIT_S)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_lost_machine_fails_one_run_and_the_others_continue(
+    lab: Lab, start_cli: StartCli, project: Path, tmp_path: Path
+) -> None:
+    """The machine is back before the next run, which connects again."""
+    pool, out = write_pool(lab, tmp_path), tmp_path / "compared"
+    (project / "parts.py").write_text("EPOCHS = 60\n")
+    command = start_cli(
+        *("compare", project / "job.py", "--pool", pool, "--strategies", "allreduce; ps"),
+        *("--out", out, *ONE),
+    )
+    events = out / "1-allreduce-seed3" / "events" / "worker-1.jsonl"
+    wait_until(lambda: events.exists() and '"steps"' in events.read_text(), "it trains", 150)
+    lab.machines[1].kill()
+    lab.machines[1].start()
+    done = command.wait(200)
+    assert done.code == 1, done.stderr
+    assert "1 of 2 runs are not done: 1-allreduce-seed3 failed (worker 1" in done.last_line
+    assert read_result(out / "2-ps-seed3")["status"] == "done"
+    wait_until(lambda: all_gone(lab), "nothing is left on any machine", LIMIT_S)

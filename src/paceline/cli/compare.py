@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -46,6 +47,10 @@ class CompareOptions:
         int | None, Field(ge=1), Option(default=f"{LOCAL_WORKERS}, or as the pool defines")
     ] = None
     """Total number of worker processes, excluding servers."""
+    resume: bool = False
+    """Continue the comparison in --out: completed runs are reused, the others are repeated."""
+    retry: bool = False
+    """Repeat a run that fails once, and failed or diverged runs of the comparison in --out."""
     force: bool = False
     """Overwrite an existing comparison in --out."""
 
@@ -58,8 +63,6 @@ class MatrixChoice:
     """Matrix file, or name of a matrix that ships with Paceline, instead of --strategies."""
     scale: Annotated[Literal["full", "small"] | None, Option(default=DEFAULT_SCALE)] = None
     """Run the full matrix or its small part."""
-    retry: bool = False
-    """Repeat failed runs of the matrix."""
     twin: Annotated[str | None, Option(metavar="POOL|N")] = None
     """Simulate the matrix on a pool file or on this many equal machines."""
 
@@ -115,21 +118,25 @@ def compare(
             batch_is_per_worker=common.batch_per_worker is not None,
         )
 
-    comparison = compare_strategies(
-        refer_to_options(job, fields, workers, common.batch_per_worker),
-        split_list(options.strategies),
-        RunOptions(
-            **field_values(processes, ProcessSettings),
-            out=options.out,
-            workers=workers,
-            slowdowns=slowdowns.parse(workers),
-            force=options.force,
-            settings={**settings_to_plain(where), **settings_to_plain(slowdowns)},
-        ),
-        seeds=options.seeds or DEFAULT_SEEDS,
-        progress=not common.quiet,
-        place=lambda strategy: places.place(request(strategy)),
-    )
+    with places:
+        comparison = compare_strategies(
+            refer_to_options(job, fields, workers, common.batch_per_worker),
+            split_list(options.strategies),
+            RunOptions(
+                **field_values(processes, ProcessSettings),
+                out=options.out,
+                workers=workers,
+                slowdowns=slowdowns.parse(workers),
+                resume=options.resume,
+                force=options.force,
+                settings={**settings_to_plain(where), **settings_to_plain(slowdowns)},
+            ),
+            seeds=options.seeds or DEFAULT_SEEDS,
+            progress=not common.quiet,
+            retry=options.retry,
+            place=lambda strategy: places.place(request(strategy)),
+            tell=make_log(quiet=common.quiet),
+        )
     return show_comparison(comparison, options.out)
 
 
@@ -159,12 +166,14 @@ def compare_matrix(
         out=options.out,
         given=given,
         command=ArmSettings(where=place, run=given_options(processes)),
-        retry=chosen.retry,
+        resume=options.resume,
+        retry=options.retry,
         force=options.force,
         progress=not common.quiet,
+        tell=make_log(quiet=common.quiet),
     )
-    places = MatrixPlaces(Places(make_log(quiet=common.quiet)), options.out)
-    comparison = run_matrix(matrix, matrix_options, places=places)
+    with Places(make_log(quiet=common.quiet)) as places:
+        comparison = run_matrix(matrix, matrix_options, places=MatrixPlaces(places, options.out))
     return show_comparison(comparison, options.out, title=matrix.title)
 
 
@@ -189,7 +198,21 @@ def show_comparison(
         console.print(results_table(task))
     after_table()
     print(f"report: {report}")
-    return 1 if comparison["runs_failed"] else 0
+    if comparison["runs_failed"]:
+        print(f"paceline: {name_failed_runs(comparison)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def name_failed_runs(comparison: Comparison) -> str:
+    """Returns one line with all runs that are not done, and why."""
+    failed = [
+        f"{run['dir']} {run['status']}" + (f" ({run['error']})" if run["error"] else "")
+        for entry in comparison["strategies"]
+        for run in entry["runs"]
+        if run["status"] != "done"
+    ]
+    return f"{len(failed)} of {comparison['runs_total']} runs are not done: {'; '.join(failed)}"
 
 
 @settings(RUN)
@@ -260,40 +283,41 @@ def tune(
             )
 
     reference = refer_to_options(job, fields, workers, common.batch_per_worker)
-    launcher: Launcher = LocalLauncher()
-    if where.pool is not None or where.engine is not None:
-        # All runs use the machines of the first strategy.
-        placed = places.place(
-            PlaceRequest(
-                strategy=str(parse_strategy(options.first)),
-                where=where,
-                refer=lambda n: reference,
-                out=options.out,
-                workers=options.workers,
-                threads=processes.threads,
-                batch_is_per_worker=common.batch_per_worker is not None,
+    with places:
+        launcher: Launcher = LocalLauncher()
+        if where.pool is not None or where.engine is not None:
+            # All runs use the machines of the first strategy.
+            placed = places.place(
+                PlaceRequest(
+                    strategy=str(parse_strategy(options.first)),
+                    where=where,
+                    refer=lambda n: reference,
+                    out=options.out,
+                    workers=options.workers,
+                    threads=processes.threads,
+                    batch_is_per_worker=common.batch_per_worker is not None,
+                )
             )
+            launcher, workers = placed.launcher, placed.workers
+        search = SwitchSearch(
+            reference,
+            parse_strategy(options.first),
+            parse_strategy(options.second),
+            RunOptions(
+                **field_values(processes, ProcessSettings),
+                out=options.out,
+                workers=workers,
+                slowdowns=slowdowns.parse(workers),
+                launcher=launcher,
+                settings={**settings_to_plain(where), **settings_to_plain(slowdowns)},
+            ),
+            tolerance=options.tolerance,
+            others=parse_strategies(options.sweep) if options.sweep else [],
+            tell=make_log(quiet=common.quiet, form="{}"),
+            run=run,
+            where=machines or None,
         )
-        launcher, workers = placed.launcher, placed.workers
-    search = SwitchSearch(
-        reference,
-        parse_strategy(options.first),
-        parse_strategy(options.second),
-        RunOptions(
-            **field_values(processes, ProcessSettings),
-            out=options.out,
-            workers=workers,
-            slowdowns=slowdowns.parse(workers),
-            launcher=launcher,
-            settings={**settings_to_plain(where), **settings_to_plain(slowdowns)},
-        ),
-        tolerance=options.tolerance,
-        others=parse_strategies(options.sweep) if options.sweep else [],
-        tell=make_log(quiet=common.quiet, form="{}"),
-        run=run,
-        where=machines or None,
-    )
-    show_search(search.search())
+        show_search(search.search())
 
 
 def show_search(found: dict[str, Any]) -> None:
@@ -367,13 +391,14 @@ def demo(*, options: DemoOptions, where: PlacementSettings) -> int:
         )
         return places.place(request)
 
-    comparison = compare_strategies(
-        job,
-        ["allreduce", "allreduce(balance=auto)", "ps", "auto"],
-        RunOptions(out=folder, workers=workers, slowdowns=slow),
-        progress=True,
-        place=place,
-    )
+    with places:
+        comparison = compare_strategies(
+            job,
+            ["allreduce", "allreduce(balance=auto)", "ps", "auto"],
+            RunOptions(out=folder, workers=workers, slowdowns=slow),
+            progress=True,
+            place=place,
+        )
     title = f"Paceline demo: one slow worker of {workers}"
     real = show_comparison(comparison, folder, title=title)
     print(_conclude(folder, slow=bool(slow)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from paceline.cli.commands import Log, refuse_together, require_with
 from paceline.errors import UsageError, suggest_name
@@ -23,7 +23,11 @@ if TYPE_CHECKING:
     from paceline.launch.matrix_file import MatrixCell
     from paceline.launch.placement import Placement
     from paceline.launch.project import ProjectBundle
+    from paceline.launch.remote_launcher import RemoteLauncher
+    from paceline.launch.run_loop import LoopThread
     from paceline.specs.strategy import Strategy
+
+L = TypeVar("L", bound="RemoteLauncher")
 
 LOCAL_WORKERS = 2
 ENGINES = ("ray", "spark")
@@ -77,13 +81,44 @@ class PlaceRequest:
 
 
 class Places:
-    """Places the runs of one command, which share pools, projects and launchers."""
+    """Places the runs of one command, which share pools, projects and launchers.
+
+    As a context manager, it keeps machines connected and prepared from one run to the next.
+    """
 
     def __init__(self, log: Log) -> None:
         self._log = log
+        self._rivals: dict[str, list[RemoteLauncher]] = {}
+        self._loop: LoopThread | None = None
+        self._keeps_open = False
         self._pools: dict[Path, Pool] = {}
         self._bundles: dict[Hashable, ProjectBundle] = {}
-        self._launchers: dict[Hashable, Any] = {}
+        self._launchers: dict[Hashable, RemoteLauncher] = {}
+
+    def __enter__(self) -> Places:
+        self._keeps_open = True
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        loop, self._loop = self._loop, None
+        if loop is None:
+            return
+        try:
+            for launcher in self._launchers.values():
+                loop.run(launcher.disconnect)
+        finally:
+            loop.close()
+
+    def _share(self, key: Hashable, make: Callable[[], L]) -> L:
+        """Returns the launcher of a key, which all runs of the command use."""
+        if key not in self._launchers:
+            launcher = self._launchers[key] = make()
+            if self._keeps_open:
+                from paceline.launch.run_loop import LoopThread
+
+                self._loop = self._loop or LoopThread()
+                launcher.keep_open(self._loop)
+        return cast("L", self._launchers[key])
 
     def count_workers(self, where: PlacementSettings, workers: int | None) -> int:
         """Returns the number of workers of a place; of all selected machines if it is planned."""
@@ -150,10 +185,7 @@ class Places:
         serving = tuple(servers_on or plan.find_servers(chosen))
         bundle = self._bundle(request, job)
         key = ("ssh", repr(hosts), repr(serving), id(bundle))
-        launcher = self._launchers.get(key)
-        if launcher is None:
-            launcher = make_pool_launcher(hosts, serving, bundle)
-            self._launchers[key] = launcher
+        launcher = self._share(key, lambda: make_pool_launcher(hosts, serving, bundle))
         report_server_hosts(serving, chosen, launcher.workers, self._log)
         return Placement(
             launcher=launcher,
@@ -169,11 +201,11 @@ class Places:
         where, threads = request.where, request.threads or 1
         bundle = self._bundle(request, job)
         key = (where.engine, where.address, where.master, threads, id(bundle))
-        launcher: EngineLauncher | None = self._launchers.get(key)
-        if launcher is None:
-            launcher = make_engine_launcher(where, workers, bundle, threads)
-            self._launchers[key] = launcher
+        launcher = self._share(key, lambda: make_engine_launcher(where, workers, bundle, threads))
         launcher.workers = max(launcher.workers, workers)
+        launcher.rivals = self._rivals.setdefault(str(where.engine), [])
+        if launcher not in launcher.rivals:
+            launcher.rivals.append(launcher)
         return launcher
 
     def _bundle(self, request: PlaceRequest, job: JobRef) -> ProjectBundle:

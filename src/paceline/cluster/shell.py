@@ -65,6 +65,11 @@ class Shell(ABC):
     why_lost: str = ""
     """Reason for a lost connection, if known."""
 
+    @property
+    def is_lost(self) -> bool:
+        """True if the machine is known to be unreachable."""
+        return False
+
     @abstractmethod
     async def open(self, python: str | None) -> ProgramStreams: ...
 

@@ -190,6 +190,10 @@ class SshShell(Shell):
         self._connect = connect
         self._opening = asyncio.Lock()
 
+    @property
+    def is_lost(self) -> bool:
+        return self._connections[0].is_closed()
+
     async def open(self, python: str | None) -> ProgramStreams:
         lib = load_asyncssh()
         python = python or "python3"

@@ -98,6 +98,11 @@ class ArmSettings(BaseModel):
         return self.twin is None and where.pool is None and where.engine is None
 
     @property
+    def is_local(self) -> bool:
+        """True if this machine computes, in processes or in a simulation."""
+        return self.is_here or self.twin is not None
+
+    @property
     def slowdowns(self) -> SlowdownSettings:
         return _build(SlowdownSettings, self.run)
 

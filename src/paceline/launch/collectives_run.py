@@ -7,7 +7,6 @@ from typing import Any
 
 from paceline.errors import RunFailed, UsageError
 from paceline.launch.launcher import Launcher
-from paceline.launch.run import run_async
 from paceline.launch.settings import DEFAULT_TIMEOUT_S
 from paceline.launch.supervisor import Supervisor
 from paceline.protocol.measurement import MeasurementCoordinator
@@ -63,7 +62,7 @@ def run_collectives(launcher: Launcher, options: CollectivesOptions) -> list[Mea
         monitor=None,
         coordinator=MeasurementCoordinator,
     )
-    outcome = run_async(supervisor.run)
+    outcome = launcher.run(supervisor.run)
     if outcome.status == "cancelled":
         raise KeyboardInterrupt
     if outcome.is_usage_error:

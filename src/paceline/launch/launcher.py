@@ -8,10 +8,12 @@ codes are the supervisor's and so the same with each.
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+from paceline.launch.run_loop import LoopThread, Main, run_async
 from paceline.worker.assignment import Assignment
 
+T = TypeVar("T")
 OnLine = Callable[[str, str], None]
 """Receives the name of a process and a line of its output."""
 
@@ -35,7 +37,10 @@ class LaunchedProcess(Protocol):
 
 
 class Launcher(ABC):
-    """Starts the processes of one run. `open` comes first, `close` last, also after a failure."""
+    """Starts the processes of a run. `open` comes first, `close` last, also after a failure.
+
+    Runs of a launcher may follow each other, but not overlap.
+    """
 
     engine: str
     """One word for run.json: local, ssh, ray, spark."""
@@ -43,6 +48,15 @@ class Launcher(ABC):
     """Address of the supervisor that all processes can reach. Known after `open`."""
     supports_live_objects = False
     """True if objects of this process can be passed to the processes it starts."""
+    loop: LoopThread | None = None
+    """Event loop of connections that outlive a run; None: each run has its own loop."""
+
+    def run(self, main: Main[T]) -> T:
+        """Runs the main coroutine of a run; an interrupt cancels it."""
+        return run_async(main) if self.loop is None else self.loop.run(main)
+
+    def warm_up(self) -> None:  # noqa: B027
+        """Prepares what is kept from run to run. Raises RunFailed or HostError on failure."""
 
     starts_servers = False
     """True if servers can be processes of their own, which outlive a worker that is lost."""

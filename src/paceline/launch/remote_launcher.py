@@ -30,8 +30,10 @@ from paceline.launch.hosts import (
     run_guarded,
     watchdog_command,
 )
-from paceline.launch.launcher import Launcher, OnLine
+from paceline.launch.launcher import LaunchedProcess, Launcher, OnLine
+from paceline.launch.process_client import ProcessClient
 from paceline.launch.project import ProjectBundle, bundle_project
+from paceline.launch.run_loop import LoopThread
 from paceline.plugins import Plugin
 from paceline.worker.assignment import Assignment, pack_assignment
 
@@ -51,12 +53,29 @@ class RemoteLauncher(Launcher):
         self.project_bundle = luggage
         self.remote_hosts: list[RemoteHost] = []
         self._stack = AsyncExitStack()
+        self._process_clients: list[ProcessClient] = []
+        """By machine, if machines are kept between runs."""
+        self._is_kept = False
+
+    def keep_open(self, loop: LoopThread) -> None:
+        """Keeps machines connected and prepared between runs, until `disconnect`."""
+        self.loop = loop
 
     def bundle(self, job_file: Path | None, out: Path) -> None:
         if job_file is not None and self.project_bundle.project is None:
             self.project_bundle = bundle_project(
                 job_file, out=out, tell=self.project_bundle.on_progress
             )
+
+    def warm_up(self) -> None:
+        if self.loop is not None:
+            self.loop.run(self._prepare)
+
+    async def _prepare(self) -> None:
+        try:
+            await self.open(lambda who, line: None)
+        finally:
+            await self.close()
 
     @abstractmethod
     async def connect(self, stack: AsyncExitStack) -> list[RemoteHost]:
@@ -67,14 +86,30 @@ class RemoteLauncher(Launcher):
         """Index of the machine for a worker or a separate server."""
 
     async def open(self, on_line: OnLine) -> None:
+        if self._is_kept and not any(site.shell.is_lost for site in self.remote_hosts):
+            await self._open_clients()
+            return
+        await self.disconnect()
         self.remote_hosts = sites = await self.connect(self._stack)
         await prepare_hosts(sites, (), self.project_bundle, on_line)
         await check_packages(sites)
         self.host = own_address_towards(sites)
+        if self.loop is not None:
+            self._process_clients = [ProcessClient(site) for site in sites]
+            for client in self._process_clients:
+                self._stack.push_async_callback(client.close)
+            await self._open_clients()
+            self._is_kept = True
+
+    async def _open_clients(self) -> None:
+        """Starts the process servers of all machines with workers; those that run continue."""
+        used = {self.host_index_of("worker", rank) for rank in range(self.workers)}
+        clients = [self._process_clients[index] for index in sorted(used)]
+        raise_host_errors(await run_on_all(clients, lambda client: client.open()))
 
     async def start(
         self, assignment: Assignment, live: bytes | None, on_line: OnLine
-    ) -> RemoteProcess:
+    ) -> LaunchedProcess:
         assert live is None, "live objects go to child processes only"
         site = self.remote_hosts[self.host_index_of(assignment.kind, assignment.index)]
         # Also with fewer workers than places, so that all runs of a comparison get equal threads.
@@ -99,6 +134,9 @@ class RemoteLauncher(Launcher):
         defaults = {}
         if (gpus := site.host.gpu_count) > 1 and assignment.kind == "worker":
             defaults["CUDA_VISIBLE_DEVICES"] = str(local_rank % gpus)
+        if self._process_clients and assignment.kind == "worker":
+            client = self._process_clients[self.host_index_of("worker", assignment.index)]
+            return await client.start(placed, defaults, on_line)
         spec = watchdog_command(
             [site.python, "-m", "paceline.worker"],
             {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"},
@@ -137,6 +175,13 @@ class RemoteLauncher(Launcher):
         return dataclasses.replace(plugin, file=plugin.file.relative_to(project.folder))
 
     async def close(self) -> None:
+        if not self._is_kept:
+            await self.disconnect()
+
+    async def disconnect(self) -> None:
+        """Ends everything on the machines and closes the connections."""
+        self._is_kept = False
+        self._process_clients = []
         await self._stack.aclose()
 
 

@@ -1,16 +1,14 @@
 """Runs a job from start to end: check, start, supervise, summarize. The Python entry point."""
 
-import asyncio
 import dataclasses
 import os
 import platform
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from multiprocessing import current_process
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 
@@ -42,8 +40,6 @@ from paceline.telemetry.run_folder import (
 )
 from paceline.telemetry.run_lock import locked_folder
 from paceline.telemetry.schema import RunConfig, RunResult
-
-T = TypeVar("T")
 
 
 def train(
@@ -335,7 +331,7 @@ def _run(
             folder.clear()
 
     try:
-        outcome = run_async(supervisor.run)
+        outcome = options.launcher.run(supervisor.run)
     except UsageError:
         leave_nothing()
         raise
@@ -366,31 +362,3 @@ def raise_unless_done(result: RunResult, outcome: RunOutcome, folder: RunFolder)
             text += f"; the last good checkpoint is {kept[-1]}"
         raise Diverged(text)
     raise RunFailed(text, outcome.details)
-
-
-def run_async(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """asyncio.run, also where an event loop is running already (a notebook).
-
-    There, it runs in a thread with a separate event loop; an interrupt here cancels the run there.
-    """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(main())
-    began: Future[Callable[[], object]] = Future()
-
-    async def outer() -> T:
-        task, loop = asyncio.current_task(), asyncio.get_running_loop()
-        assert task is not None
-        began.set_result(lambda: loop.call_soon_threadsafe(task.cancel))
-        return await main()
-
-    with ThreadPoolExecutor(1) as thread:
-        running = thread.submit(asyncio.run, outer())
-        while True:
-            try:
-                return running.result()
-            except KeyboardInterrupt:
-                if running.done():
-                    raise
-                began.result()()

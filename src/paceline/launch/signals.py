@@ -1,10 +1,12 @@
 """Signals that end a run like Ctrl-C: it is cancelled, cleaned up, and its result is written."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
 import threading
+from collections.abc import Callable, Iterator
 
 
 def cancel_on_signals() -> None:
@@ -26,6 +28,29 @@ def cancel_on_signals() -> None:
     loop.add_signal_handler(signal.SIGTERM, cancel)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         loop.add_signal_handler(signal.SIGHUP, hang_up)
+
+
+@contextlib.contextmanager
+def call_on_signals(action: Callable[[], None]) -> Iterator[None]:
+    """Calls `action` on the same signals in a block that waits for a run in another thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(number: int, _: object) -> None:
+        if number == signal.SIGHUP:
+            leave_terminal()
+        action()
+
+    before = {}
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            before[number] = signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def leave_terminal() -> None:

@@ -4,15 +4,15 @@ The run keeps a checkpoint of every epoch; a probe of a switch point starts from
 there, so that it costs only its asynchronous tail. What is done already is not run again.
 """
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from paceline.errors import UsageError
+from paceline.errors import HostError, RunFailed, UsageError
 from paceline.job import Job, JobRef
 from paceline.launch.compare_runs import with_job_fields
-from paceline.launch.engines import fork_client
 from paceline.launch.run import Run, run_to_result, run_training
 from paceline.launch.run_options import RunOptions
 from paceline.specs.strategy import Strategy
@@ -75,7 +75,8 @@ class SwitchSearch:
             raise UsageError(f"--tolerance must be a fraction from 0 to 1, got {self.tolerance:g}")
         self._check_same_job()
         if self.run is run_training:
-            fork_client.warm_up()
+            with contextlib.suppress(RunFailed, HostError):  # The first run reports it.
+                self.options.launcher.warm_up()
         whole = self._probe(self._epochs)
         if whole.status != "done" or whole.val_acc is None:
             raise UsageError(

@@ -37,6 +37,8 @@ class StrategyEntry(TypedDict, total=False):
     seconds_over_first_strategy_seconds: float | None
     seconds_minus_first_strategy_seconds: float | None
     first_strategy_seconds: float | None
+    train_seconds: Spread
+    train_seconds_over_first_strategy_train_seconds: float | None
 
 
 class Comparison(TypedDict, total=False):
@@ -73,6 +75,8 @@ def compare_results(results: Sequence[RunResult]) -> Comparison:
         entry["seconds_over_first_strategy_seconds"] = ratio_or_none(mean, first)
         entry["seconds_minus_first_strategy_seconds"] = difference_or_none(mean, first)
         entry["first_strategy_seconds"] = first
+        mean, first = entry["train_seconds"]["mean"], strategies[0]["train_seconds"]["mean"]
+        entry["train_seconds_over_first_strategy_train_seconds"] = ratio_or_none(mean, first)
     return {
         "first_strategy": strategies[0]["label"] if strategies else None,
         "runs_total": len(results),

@@ -23,10 +23,11 @@ Record = dict[Column, Any]
 
 STRATEGY = Column("strategy")
 RATIO = Column("time vs. first", "ratio")
+TRAIN_RATIO = Column("train vs. first", "ratio")
 DIFFERENCE = Column("difference to first", "signed_seconds")
 WORKERS = Column("workers", "numeral")
 RUNS = Column("runs", "numeral")
-PRIORITIES = {STRATEGY: ALWAYS_SHOWN, WORKERS: 50, RUNS: 40, RATIO: ALWAYS_SHOWN}
+PRIORITIES = {STRATEGY: ALWAYS_SHOWN, WORKERS: 50, RUNS: 40, RATIO: ALWAYS_SHOWN, TRAIN_RATIO: 8}
 """Priorities of the columns that are not metrics; see `Metric.priority`."""
 STRATEGY_WIDTH = 16
 """The strategy column is not made narrower than this."""
@@ -56,7 +57,8 @@ def results_table(comparison: Comparison, *, width: int | None = None) -> Table:
     kept = [i for i, name in enumerate(columns) if name not in hidden]
     notes = [summary.note]
     if hidden:
-        notes.append(f"Hidden columns (terminal too narrow): {', '.join(hidden)}.")
+        listed = sorted(hidden, key=lambda name: name == fit_terminal(TRAIN_RATIO.title))
+        notes.append(f"Hidden columns (terminal too narrow): {', '.join(listed)}.")
     table = Table(
         caption=fit_terminal(" ".join(filter(None, notes))),
         caption_justify="left",
@@ -112,9 +114,21 @@ def make_cells(entry: StrategyEntry, *, several: bool) -> Record:
     for metric in metrics_in(View.SUMMARY):
         cells |= metric_cell(metric, spread_of(entry, metric.key), metric.spread_in_summary)
         if metric.key == "seconds":
-            ratio = entry["seconds_over_first_strategy_seconds"]
-            cells[RATIO] = ratio if several else None
+            cells |= ratio_cells(entry, several=several)
     return cells
+
+
+def ratio_cells(entry: StrategyEntry, *, several: bool) -> Record:
+    """Returns the time as a ratio to the first strategy: of the whole run, and of training alone.
+
+    Startup and evaluation of short runs hide differences of training.
+    """
+    if not several:
+        return {RATIO: None, TRAIN_RATIO: None}
+    return {
+        RATIO: entry["seconds_over_first_strategy_seconds"],
+        TRAIN_RATIO: entry["train_seconds_over_first_strategy_train_seconds"],
+    }
 
 
 def metric_cell(metric: Metric, spread: stats.Spread, has_spread: bool) -> Record:
@@ -189,14 +203,19 @@ def make_time_table(task: RunGroup) -> ReportTable:
         {
             STRATEGY: entry["label"],
             Column("workers"): describe_workers(entry),
-            RATIO: entry["seconds_over_first_strategy_seconds"] if several else None,
+            **ratio_cells(entry, several=several),
             DIFFERENCE: entry["seconds_minus_first_strategy_seconds"] if number else None,
             **metric_cells(entry, View.TIME),
         }
         for number, entry in enumerate(task.entries)
     ]
     first = task.comparison["first_strategy"]
-    note = f"The first strategy is {first}. A ratio below 1 is faster." if several else ""
+    note = ""
+    if several:
+        note = (
+            f"The first strategy is {first}. A ratio below 1 is faster; train vs. first compares "
+            "the training stages alone, without startup, evaluation and saving."
+        )
     return make_table("time", "Time and work", records, note)
 
 

@@ -91,6 +91,11 @@ def compression(result: RunResult) -> float | None:
     return sent / before if sent and before and sent != before else None
 
 
+def train_seconds(result: RunResult) -> float | None:
+    """Returns the duration of the training stage; None if stages were not recorded."""
+    return as_finite(as_mapping(result.get("stages")).get("train"))
+
+
 def step_ms(result: RunResult) -> float | None:
     """Returns milliseconds per global batch, the mean duration of a step of every worker."""
     batch, rate = as_finite(result.get("batch")), as_finite(result.get("samples_per_s"))
@@ -134,6 +139,13 @@ METRICS: tuple[Metric, ...] = (
         views=(SUMMARY, TIME, RUNS, DASHBOARD),
         priority=ALWAYS_SHOWN,
         spread_in_summary=True,
+    ),
+    _duration(
+        "train_seconds",
+        "Wall time of the training stage, without startup, evaluation and saving.",
+        views=(TIME,),
+        title="training seconds",
+        source=train_seconds,
     ),
     _count(
         "samples_per_s",

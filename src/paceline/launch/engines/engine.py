@@ -79,6 +79,8 @@ class EngineLauncher(RemoteLauncher):
         arrive_s: float = STARTUP_TIMEOUT_S,
     ) -> None:
         super().__init__(luggage or ProjectBundle())
+        self.rivals: list[RemoteLauncher] = []
+        """Launchers of the same cluster, which give up the slots that they keep to this one."""
         self.engine = engine.name
         self._engine = engine
         self.workers = workers
@@ -95,6 +97,9 @@ class EngineLauncher(RemoteLauncher):
         return self.workers + index % self._own_servers if kind == "server" else index
 
     async def connect(self, stack: AsyncExitStack) -> list[RemoteHost]:
+        for rival in self.rivals:
+            if rival is not self:
+                await rival.disconnect()
         address = await asyncio.to_thread(self._engine.find_address)
         places = self.workers + self._own_servers
         agents = HostAgentListener(self.engine, places)
@@ -220,6 +225,10 @@ class HostAgentShell(Shell):
         self._next = 0
         self._gone = False
         self._beating = asyncio.create_task(self._beat())
+
+    @property
+    def is_lost(self) -> bool:
+        return self._gone
 
     async def open(self, python: str | None) -> ProgramStreams:
         if self._gone:

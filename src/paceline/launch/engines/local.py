@@ -13,6 +13,7 @@ from paceline.launch.engines.fork_client import (
     ForkedProcess,
     ForkServerError,
     get_fork_server,
+    warm_up,
 )
 from paceline.launch.launcher import Launcher, OnLine
 from paceline.worker.assignment import Assignment, pack_assignment
@@ -84,6 +85,10 @@ class LocalLauncher(Launcher):
     def check_capacity(self, workers: int, servers: int) -> None:
         check_capacity(workers, servers)
 
+    def warm_up(self) -> None:
+        if self._fork:
+            warm_up()
+
     async def close(self) -> None:
         while self._started:
             await self._started.pop().close()
@@ -93,15 +98,26 @@ class LocalLauncher(Launcher):
     ) -> LocalProcess:
         local_rank = (assignment.index, assignment.workers)
         assignment = assignment.model_copy(update={"local_rank": local_rank})
+        return await self.start_placed(assignment, live, on_line, {})
+
+    async def start_placed(
+        self,
+        assignment: Assignment,
+        live: bytes | None,
+        on_line: OnLine,
+        defaults: dict[str, str],
+    ) -> LocalProcess:
+        """Starts a process whose rank on this machine is known; `defaults` are variables."""
+        environment = {**defaults, **child_environment(assignment.threads)}
         process: StartedProcess | None = None
         if self._fork:
             try:
-                process = await get_fork_server().fork(child_setup(assignment))
+                process = await get_fork_server().fork(child_setup(assignment, environment))
             except (ForkServerError, OSError) as error:
                 self._fork = False
                 on_line("supervisor", f"fork server: {error}; spawning processes instead")
         if process is None:
-            process = await spawn(assignment.threads)
+            process = await spawn(environment)
         started = LocalProcess(
             assignment.process_name, process, pack_assignment(assignment, live), on_line
         )
@@ -109,7 +125,7 @@ class LocalLauncher(Launcher):
         return started
 
 
-async def spawn(threads: int) -> asyncio.subprocess.Process:
+async def spawn(environment: dict[str, str]) -> asyncio.subprocess.Process:
     """Starts a process with a new Python interpreter, which imports torch itself."""
     return await asyncio.create_subprocess_exec(
         *COMMAND,
@@ -118,16 +134,16 @@ async def spawn(threads: int) -> asyncio.subprocess.Process:
         stderr=asyncio.subprocess.STDOUT,
         start_new_session=True,
         limit=MAX_LINE,
-        env=child_environment(threads),
+        env=environment,
     )
 
 
-def child_setup(assignment: Assignment) -> ChildSetup:
+def child_setup(assignment: Assignment, environment: dict[str, str]) -> ChildSetup:
     """Returns what a forked process takes over from this one."""
     umask = os.umask(0o077)
     os.umask(umask)
     return ChildSetup(
-        environment=child_environment(assignment.threads),
+        environment=environment,
         directory=os.getcwd(),
         umask=umask,
         cores=sorted(os.sched_getaffinity(0)),
