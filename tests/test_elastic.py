@@ -14,9 +14,14 @@ from elastic_schedules import run_schedules
 from paceline.launch.restarts import SAME_PLACE, RestartPolicy
 from paceline.protocol.block_plan import BlockLayout
 from paceline.protocol.clock import AspClock, Push, SspClock
+from paceline.protocol.coordinator import Coordinator
 from paceline.protocol.ledger import ALL_WORKERS, Ledger
 from paceline.protocol.membership import Membership
+from paceline.protocol.messages import ExchangeFailed, Regroup, WorkerReady
+from paceline.protocol.pace import Send
+from paceline.protocol.run_spec import RunSpec
 from paceline.report.event_text import describe_notice
+from paceline.strategies.registry import make_pace, make_switch_policy, parse_strategy
 from paceline.telemetry.events import ViewChanged, ViewRow, parse_event
 
 JOB = """
@@ -96,6 +101,21 @@ def test_clock_forgets_a_lost_worker() -> None:
     lonely = AspClock(2)
     assert lonely.forget(1) == []
     assert lonely.on_push(Push(0, 1, 1, 1.0, 0), 0.0).release == [0]
+
+
+def test_workers_that_could_not_meet_form_a_group_before_they_train() -> None:
+    coordinator = Coordinator(
+        RunSpec(strategy=parse_strategy("allreduce"), workers=2, min_workers=1),
+        now=0.0,
+        paces=make_pace,
+        policies=make_switch_policy,
+    )
+    assert coordinator.handle(ExchangeFailed(1, 0, "timed out"), 1.0, 0) == []
+    assert coordinator.renew(0, "timed out", 2.0) == []  # It waits for the others.
+    coordinator.handle(WorkerReady(1, 20, 4, 1, ()), 3.0, 0)
+    actions = coordinator.handle(WorkerReady(0, 20, 4, 1, ()), 4.0, 0)
+    sent = [action for action in actions if isinstance(action, Send)]
+    assert sent == [Send(w, Regroup(1, (0, 1), 0, False)) for w in (0, 1)]
 
 
 def test_silent_worker_is_found_and_a_late_supervisor_is_not_blamed_on_it() -> None:

@@ -62,7 +62,9 @@ class Coordinator(RunSequence):
             if len(self._resumed) == self.view.size:
                 self._flush_switch()
         elif isinstance(event, ExchangeFailed):
-            pass  # Its cause is usually known soon; otherwise `renew` is called.
+            # Its cause is usually known soon; otherwise `renew` is called. A worker that could not
+            # meet the others at the start reports this before it is ready.
+            self._must_regroup |= self._awaited is WorkerReady
         elif isinstance(event, ServerReady):
             self._servers[event.server] = (event.host, event.port)
             self._resume_if_all_answered()
@@ -88,7 +90,7 @@ class Coordinator(RunSequence):
         """Forms a view again in which an exchange failed, unless it has changed meanwhile."""
         self._now = now
         self._actions = []
-        if not self._ended and view == self.view.number and not self._lost:
+        if not self._ended and view == self.view.number and self._awaited is not WorkerReady:
             self._renew(reason)
         return self._actions
 

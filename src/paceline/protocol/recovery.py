@@ -79,6 +79,8 @@ class ViewSequence:
         self._reasons: list[str] = []
         """Why the view changes."""
         self._renewals = 0
+        self._must_regroup = False
+        """True if the workers could not meet at the start."""
 
     @abstractmethod
     def _advance(self, step: Callable[[], object]) -> None: ...

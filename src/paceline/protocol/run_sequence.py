@@ -164,7 +164,7 @@ class RunSequence(PhaseSequence):
         ended = history.epoch and not position and self.plan.stop_reason(history, ready.epochs)
         # A run that is resumed at a switch point switches now.
         decision = None if ended else self._record(self._policy.decide(history))
-        if self._lost:
+        if self._lost or self._must_regroup:
             yield from self._regroup()
         yield from self._enter(decision)
         if ended:  # It was lost in its last evaluation, or while it saved the model.
