@@ -23,6 +23,8 @@ class RunOptions(RunSettings):
     out: Path
     workers: int = 2
     slowdowns: tuple[InjectedSlowdown, ...] = ()
+    faults: tuple[str, ...] = ()
+    """Faults to inject into a simulated run, as text; see `specs.fault`."""
     from_checkpoint: Path | None = None
     """Checkpoint of another run of the same job to start from; its elapsed time is included."""
     keep_checkpoints: int = 2

@@ -23,6 +23,8 @@ def describe_event(event: ev.Event) -> str | None:
             return f"checkpoint at {format_number(event.samples)} samples"
         case ev.VerdictChanged():
             return f"resolved: {event.text}" if event.is_over else event.text
+        case ev.FaultInjected():
+            return f"injected: {event.text}"
         case ev.RunEnded():
             return f"ended: {event.status}" + (f", {event.error}" if event.error else "")
     return None
@@ -49,6 +51,8 @@ def describe_notice(notice: RunNotice) -> str | None:
             )
         case ev.SwitchDecided(row=row) if row.stays:  # A switch is printed when it has happened.
             return f"at sample {row.samples}: {row.reason}"
+        case ev.FaultInjected():
+            return f"injected: {notice.text}"
         case ev.VerdictChanged(is_over=True):
             return f"resolved: {notice.text}"
         case ev.VerdictChanged():

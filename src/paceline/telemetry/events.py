@@ -132,6 +132,12 @@ class CheckpointSaved(Event, kind="checkpoint"):
     path: str
 
 
+class FaultInjected(Event, kind="fault"):
+    """A fault of --fault was injected (run.jsonl)."""
+
+    text: str
+
+
 class RunEnded(Event, kind="ended"):
     """Last event of run.jsonl, unless the run was interrupted."""
 

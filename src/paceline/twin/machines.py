@@ -117,6 +117,10 @@ class SimulatedMachines:
             shared[host.host] = SharedCores(timeline, host.cores, serving[host.host])
         self.server_cores = [shared[h.host] for h in self.servers]
         self._slow = [w for w, h in enumerate(self.hosts) if h.slow]
+        self._paused: dict[int, float] = {}
+        """Time until which a worker is stopped by an injected fault."""
+        self._slowed: dict[int, tuple[float, float]] = {}
+        """Factor of an injected fault, and its end."""
 
     def compute_one(
         self, worker: int, samples: int, now: float, epoch: float, then: Callback
@@ -126,6 +130,7 @@ class SimulatedMachines:
         seconds = (compute.fixed_s + samples * compute.per_sample_s) * self._draws.one(worker)
         if self._slow:
             seconds *= self._slowness(worker, now)
+        seconds += max(0.0, self._paused.get(worker, 0.0) - now)
         if not self._slowdowns:
             self.cores[worker].run(now, seconds, then)
             return
@@ -144,6 +149,8 @@ class SimulatedMachines:
         seconds = (self._fixed + shares * self._per_sample) * self._draws.all()
         for worker in self._slow:
             seconds[worker] *= self._slowness(worker, float(begins[worker]))
+        for worker, until in self._paused.items():
+            seconds[worker] += max(0.0, until - float(begins[worker]))
         seconds[shares == 0] = 0.0
         ends: Floats = begins + seconds
         slowed = {t.worker for t in self._slowdowns}
@@ -175,8 +182,19 @@ class SimulatedMachines:
             return 0.0
         return ActiveSlowdown.of(self._slowdowns, worker, epoch).delay_s
 
+    def pause(self, worker: int, until: float) -> None:
+        """Stops a worker: its next share takes until then in addition."""
+        self._paused[worker] = until
+
+    def slow_down(self, worker: int, factor: float, until: float) -> None:
+        """Slows a worker down from now on."""
+        self._slowed[worker] = (factor, until)
+        if worker not in self._slow:
+            self._slow.append(worker)
+
     def _slowness(self, worker: int, now: float) -> float:
-        return slowness_at(self.hosts[worker].slow, now)
+        factor, until = self._slowed.get(worker, (1.0, 0.0))
+        return slowness_at(self.hosts[worker].slow, now) * (factor if now < until else 1.0)
 
     def link_slowness(self, now: float) -> float:
         """Returns the factor by which a transfer among all workers takes longer at this time."""

@@ -27,12 +27,14 @@ from paceline.plan.cost_model import Workload, with_measured_gradient_size
 from paceline.protocol.switch_policy import RunHorizon
 from paceline.report.comparison import Comparison
 from paceline.report.progress import terminal_reporter
+from paceline.specs.fault import parse_fault
 from paceline.specs.strategy import Strategy
 from paceline.strategies.registry import make_switch_policy, simulation
 from paceline.telemetry.result import RunOutcome, make_result
 from paceline.telemetry.run_folder import EventLog, OnEvent, RunFolder, write_json
 from paceline.telemetry.run_lock import locked_folder
 from paceline.telemetry.schema import RunConfig, RunResult
+from paceline.twin.faults import check_simulated_faults, inject_faults
 from paceline.twin.simulator import Simulator
 from paceline.twin.updates import WeightsBackend
 
@@ -96,6 +98,8 @@ def _run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> Ru
         ),
     )
     slowdowns = tuple(t for t in options.slowdowns if t.worker < workers)
+    faults = [parse_fault(text, workers, plan.servers) for text in options.faults]
+    check_simulated_faults(faults)
     folder.prepare(force=options.force, resume=False)
     facts = describe_job(resolved, job_reference(job, resolved))
     settings = {"threads": options.threads, "depth": options.depth, **options.settings}
@@ -120,6 +124,8 @@ def _run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> Ru
         memory=memory,
         servers_on=options.servers_on,
     )
+    if faults:
+        inject_faults(simulator, faults, event_log.record)
     _show_progress(simulator, options.on_event)
     end = simulator.run()
     seconds = simulator.timeline.now
