@@ -28,7 +28,7 @@ from typing import Any
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-import lab as machines_here
+import network_namespaces as machines_here
 
 from delay import RULE
 from results_store import keep

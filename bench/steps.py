@@ -44,7 +44,7 @@ from step_probe import COLUMNS, limit, probe, read_cells, train, write_cells
 from synthetic_job import CASES, Case
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-import lab as machines_here
+import network_namespaces as machines_here
 
 LINKS = {"100 Mbit/s": 100, "1 Gbit/s": 1000, "unlimited": None}
 STRATEGIES = ("allreduce", "ps")
