@@ -29,7 +29,6 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import network_namespaces as machines_here
-
 from delay import RULE
 from results_store import keep
 

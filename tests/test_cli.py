@@ -325,7 +325,7 @@ def test_mistake_is_one_line_and_nothing_is_written(
     [
         (("train",), ("--out is required",)),
         (("tarin",), ("unknown command 'tarin'; did you mean 'train'?",)),
-        (("nothing",), ("unknown command 'nothing'; choose from demo, train, compare,",)),
+        (("nothing",), ("unknown command 'nothing'; choose from demo, train, attach, stop,",)),
         (("--vers",), ("unknown option --vers; did you mean --version?",)),
         (("launch", "x.py", "--foo"), ("unknown option --foo; run `paceline launch --help`",)),
         (("compare", "--strategies", "single; pss", "--out", "run"), ("did you mean 'ps'",)),
@@ -349,10 +349,6 @@ def test_mistake_is_one_line_and_nothing_is_written(
         (("export", "run", "--as", "pdf"), ("--as must be 'chrome', 'csv' or 'tensorboard'",)),
         (("launch",), ("SCRIPT is required",)),
         (("compare", "--out", "run"), ("--strategies or --matrix is required",)),
-        (
-            ("compare", "--strategies", "ps", "--retry", "--out", "run"),
-            ("--retry requires --matrix",),
-        ),
         (("dashboard", "run", "--port", 70000), ("--port must be at most 65535",)),
     ],
     ids=join,

@@ -49,9 +49,9 @@ def test_golden_events_parse_and_serialize_to_the_same_bytes() -> None:
 
 def test_kinds_are_a_file_format() -> None:
     assert sorted(EVENT_TYPES) == [
-        "checkpoint", "decision", "ended", "epoch", "input", "machine", "phase", "profile",
-        "progress", "server", "server_ended", "started", "steps", "steps_sum", "switch", "totals",
-        "verdict", "view", "vitals", "worker", "worker_ended",
+        "checkpoint", "decision", "ended", "epoch", "fault", "input", "machine", "phase",
+        "profile", "progress", "server", "server_ended", "started", "steps", "steps_sum",
+        "switch", "totals", "verdict", "view", "vitals", "worker", "worker_ended",
     ]  # fmt: skip
 
 

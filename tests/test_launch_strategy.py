@@ -186,7 +186,7 @@ def test_loop_on_three_machines_trains_as_here(
     lab: Lab, run_cli: RunCli, project: Path, tmp_path: Path
 ) -> None:
     pool = write_pool(lab, tmp_path)
-    common = ("--strategy", "allreduce(via=network)", *ONE)
+    common = ("--strategy", "allreduce(algorithm=ring, via=network)", *ONE)
     there, here = tmp_path / "there", tmp_path / "here"
     done = run_cli("launch", project / "loop.py", "--pool", pool, *common, "--out", there)
     assert done.code == 0, done.stderr

@@ -99,7 +99,10 @@ def compare_strategies(
 
     placed = [place_here(s) if place is None else place(str(s)) for s in strategies]
     for each in placed:
-        check(resolved.batch, each.strategy, each.strategy.worker_count(each.workers))
+        workers = each.strategy.worker_count(each.workers)
+        check(resolved.batch, each.strategy, workers)
+        if (each.run or run) is run_training:
+            each.launcher.check_capacity(workers, each.strategy.servers_for(workers))
     exists = any((options.out / name).exists() for name in ("comparison.json", RECORD))
     if exists and not (options.force or options.resume):
         raise UsageError(
