@@ -297,7 +297,7 @@ TORCH_FREE_MODULES = {
 }
 """Modules of other layers that launch, job and the command line import before torch is needed."""
 
-WORKER_FROM_LAUNCH = {"assignment", "fork_server", "main", "outpost"}
+WORKER_FROM_LAUNCH = {"assignment", "faults", "fork_server", "main", "outpost"}
 """All that `launch` needs of a worker: what to tell it, how to start it, the marks it prints."""
 
 PICKLE_ALLOWED = {"worker/assignment.py"}

@@ -95,7 +95,7 @@ def resume(folder: RunPath, /, *, options: ResumeOptions, background: DetachOpti
     if (before := config.get("directory")) is not None and Path(before).is_dir():
         os.chdir(before)  # Paths in the options are relative to it.
     job = JobRef.model_validate(reference)
-    known = {**config["settings"], "out": folder, "resume": True, "force": False}
+    known = {**config["settings"], "out": folder, "resume": True, "force": False, "fault": ()}
     background.apply(folder)
     run_train(
         None if job.file is None else Path(f"{job.file}:{job.function}"),

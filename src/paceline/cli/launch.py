@@ -55,6 +55,8 @@ class LaunchOptions:
     ] = None
     """Stop the run if a worker makes no progress for this long; without a strategy, time to wait
     for a machine."""
+    fault: Annotated[tuple[str, ...], Option(metavar="FAULT")] = ()
+    """With a strategy: inject a fault, such as 'kill worker=1 at=epoch(2)'. Repeatable."""
     force: bool = False
     """Overwrite an existing run in --out."""
     quiet: bool = False
@@ -93,7 +95,11 @@ def launch(
     check_machines(where, options.workers)
     if where.pool is not None and options.strategy is None:
         reason = "without it the script handles communication"
-        given = {"threads": options.threads, "servers-on": where.servers_on}
+        given = {
+            "threads": options.threads,
+            "servers-on": where.servers_on,
+            "fault": options.fault,
+        }
         require_with("--strategy", given, reason)
         launch_unchanged(script, args, folder, options, where)
         return
@@ -143,6 +149,7 @@ def launch_with_strategy(
             threads=options.threads,
             timeout_s=options.timeout_s or DEFAULT_TIMEOUT_S,
             force=options.force,
+            faults=options.fault,
             launcher=launcher,
             settings=settings_to_plain(where),
             on_event=show,

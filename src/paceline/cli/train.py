@@ -106,6 +106,7 @@ def run_train(
                 out=options.out,
                 workers=place.workers,
                 slowdowns=slowdowns.parse(place.workers),
+                faults=slowdowns.fault,
                 predicted=place.predicted,
                 launcher=place.launcher,
                 settings=given,

@@ -92,7 +92,7 @@ def twin(
         servers_on=servers_on,
         depth=machines.depth,
         slowdowns=slowdowns.parse(count),
-        faults=machines.fault,
+        faults=slowdowns.fault,
         threads=options.threads,
         force=options.force,
         settings={**settings_to_plain(machines), **settings_to_plain(slowdowns)},

@@ -305,6 +305,7 @@ def plan_cell(cell: MatrixCell, placed: Placement, options: MatrixOptions) -> Pl
             options,
             **cell.run_values,
             slowdowns=cell.slowdowns.parse(placed.workers),
+            faults=cell.slowdowns.fault,
             settings={**settings_to_plain(cell.placement), **settings_to_plain(cell.slowdowns)},
             labels=cell.labels,
         )

@@ -70,11 +70,15 @@ class Hub:
         if who in self._ended_views:
             peer.send(self._ended_views[who])
 
+    def drop_all(self) -> None:
+        """Closes the connections of all members, who are reported as gone."""
+        for peer in [*self.members.values(), *self.alerts.values()]:
+            peer.drop()
+
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()
-        for peer in [*self.members.values(), *self.alerts.values()]:
-            peer.drop()
+        self.drop_all()
         self.members.clear()
         self.alerts.clear()
 

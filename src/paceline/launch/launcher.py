@@ -29,7 +29,9 @@ class LaunchedProcess(Protocol):
         """Waits for the end; returns None for a normal exit, else a description."""
         ...
 
-    def request_stacks(self) -> None: ...
+    def send_command(self, line: str) -> None:
+        """Sends a line to the process: `stacks`, or a fault to inject."""
+        ...
 
     def kill(self) -> None:
         """Ends it and all its descendants; `wait` returns when that is done."""

@@ -143,13 +143,14 @@ class HostedProcess:
     async def wait(self) -> str | None:
         return await asyncio.shield(self._ended)
 
-    def request_stacks(self) -> None:
-        self._request("stacks")
+    def send_command(self, line: str) -> None:
+        self._request("command", line=line)
 
     def kill(self) -> None:
         self._request("kill")
 
-    def _request(self, do: str) -> None:
+    def _request(self, do: str, **values: str) -> None:
         if not self._ended.done():
             # Kept, because the event loop itself keeps only weak references to tasks.
-            self._asking = asyncio.create_task(self._client.send({"do": do, "id": self._number}))
+            request = {"do": do, "id": self._number, **values}
+            self._asking = asyncio.create_task(self._client.send(request))

@@ -216,9 +216,9 @@ class RemoteProcess:
         text = f"exit status {status}" if status <= 128 else f"killed by signal {status - 128}"
         return f"{text}: {words.splitlines()[-1]}" if words else text
 
-    def request_stacks(self) -> None:
+    def send_command(self, line: str) -> None:
         if self._keeper is not None and not self._running.done():
-            self._asking = asyncio.create_task(self._keeper.write(b"say stacks\n"))
+            self._asking = asyncio.create_task(self._keeper.write(f"say {line}\n".encode()))
 
     def kill(self) -> None:
         self._running.cancel()

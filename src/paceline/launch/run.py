@@ -25,6 +25,7 @@ from paceline.launch.supervisor import Supervisor
 from paceline.options import option_fields, settings_to_plain
 from paceline.protocol.adaptive_batch import BatchRule
 from paceline.protocol.run_spec import RunSpec
+from paceline.specs.fault import parse_fault
 from paceline.specs.slowdown import InjectedSlowdown
 from paceline.specs.strategy import Strategy
 from paceline.strategies.registry import parse_strategy, plugins_of
@@ -257,6 +258,7 @@ def _run(
     """Runs in a locked folder; `fresh` if it did not exist before."""
     plan = dataclasses.replace(plan, min_workers=options.min_workers or 0)
     folder = RunFolder(options.out)
+    faults = [parse_fault(text, plan.workers, plan.servers) for text in options.faults]
     checkpoint = options.from_checkpoint
     if checkpoint is None and options.resume:
         checkpoint = find_checkpoint(folder, facts, plan)
@@ -320,6 +322,7 @@ def _run(
         memory=memory,
         monitor=watch,
         restarts=options.restarts if plan.is_elastic else 0,
+        faults=faults,
     )
 
     def leave_nothing() -> None:

@@ -24,7 +24,7 @@ class RunOptions(RunSettings):
     workers: int = 2
     slowdowns: tuple[InjectedSlowdown, ...] = ()
     faults: tuple[str, ...] = ()
-    """Faults to inject into a simulated run, as text; see `specs.fault`."""
+    """Faults to inject, as text; see `specs.fault`."""
     from_checkpoint: Path | None = None
     """Checkpoint of another run of the same job to start from; its elapsed time is included."""
     keep_checkpoints: int = 2

@@ -121,6 +121,10 @@ class SlowdownSettings:
     delay: Annotated[tuple[str, ...], Option(metavar="worker=K,ms=M")] = ()
     """Delay a worker's communication; optionally from=EPOCH,to=EPOCH. Repeatable."""
 
+    fault: Annotated[tuple[str, ...], Option(metavar="FAULT")] = ()
+    """Inject a fault: 'kill worker=1 at=30%', 'stop server=0 at=epoch(2) for=30s', 'cut', or 'slow
+    coordinator at=50% factor=3 for=10s'. Repeatable."""
+
     def parse(self, workers: int) -> tuple[InjectedSlowdown, ...]:
         """Returns the slowdowns of a run with this many workers; raises SpecError."""
         return (

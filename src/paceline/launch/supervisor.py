@@ -9,13 +9,14 @@ import asyncio
 import secrets
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.errors import PacelineError, UsageError
 from paceline.launch.deadlines import Deadlines
 from paceline.launch.failure import CERTAINTY_BY_BLAME, Certainty, FailureLog, ProcessFailure
+from paceline.launch.fault_injection import FaultInjector, FaultTarget
 from paceline.launch.folder_service import FolderService, ProcessLogs
 from paceline.launch.hub import Hub
 from paceline.launch.launcher import LaunchedProcess, Launcher
@@ -23,7 +24,7 @@ from paceline.launch.live_monitor import LiveMonitor
 from paceline.launch.restarts import RestartPolicy
 from paceline.launch.signals import cancel_on_signals
 from paceline.protocol.coordinator import Coordinator
-from paceline.protocol.history import CoordinatorMemory, History
+from paceline.protocol.history import CoordinatorMemory
 from paceline.protocol.messages import (
     ExchangeFailed,
     Message,
@@ -41,8 +42,8 @@ from paceline.protocol.run_spec import (
     RefuseWorker,
     RunSpec,
 )
+from paceline.specs.fault import InjectedFault
 from paceline.strategies.registry import make_pace, make_switch_policy
-from paceline.telemetry.events import RunProgress
 from paceline.telemetry.result import RunOutcome
 from paceline.telemetry.run_folder import OnEvent, ProcessOutput, RunFolder
 from paceline.worker.assignment import Assignment
@@ -59,16 +60,6 @@ PROGRESS_S = 0.5
 LATE_S = 2.0
 """If this process itself was stopped for this long, it has missed heartbeats."""
 JUDGE_S = 1.0
-
-
-def describe_progress(t: float, history: History) -> RunProgress:
-    return RunProgress(
-        t=t,
-        epoch=history.epoch,
-        samples=history.samples,
-        updates=history.updates,
-        loss=history.tally.loss,
-    )
 
 
 @dataclass(kw_only=True, eq=False)
@@ -89,6 +80,7 @@ class Supervisor:
     """Restarts of each lost worker."""
     coordinator: type[Coordinator] = Coordinator
     """Makes the decisions; those of training by default."""
+    faults: Sequence[InjectedFault] = ()
 
     def __post_init__(self) -> None:
         self._token = secrets.token_hex(32)
@@ -118,6 +110,10 @@ class Supervisor:
         self._parents = self.launcher.place_servers(self.plan.servers, self.plan.workers)
         if self.plan.is_elastic and self.launcher.starts_servers:
             self._parents = [None] * self.plan.servers
+        target = FaultTarget(
+            self.memory, self._parents, self._processes, self.show, self._hub.drop_all
+        )
+        self._faults = FaultInjector(self.faults, target)
         self._progress_due = 0.0
 
     def _now(self) -> float:
@@ -226,6 +222,7 @@ class Supervisor:
             if not taken:
                 self._carry_out(self._coordinator.handle(message, self._now(), view))
                 self._show_progress()
+                self._faults.inject_due(self._coordinator.history.samples, self._now())
         except Exception as error:
             # A bug of ours, or a full disk: no worker must be blamed for it.
             self._fail_supervisor(error)
@@ -286,6 +283,7 @@ class Supervisor:
                 for server in range(action.servers):
                     self._hub.send(f"server-{server}", action.message)
             elif isinstance(action, EmitEvent):
+                self._faults.observe(action.event)
                 self.show(action.event)
             elif isinstance(action, InterruptWorker):
                 self._hub.interrupt(f"worker-{action.worker}", action.view)
@@ -301,7 +299,7 @@ class Supervisor:
         if now < self._progress_due or not history.samples:
             return
         self._progress_due = now + PROGRESS_S
-        event = describe_progress(round(now, 6), history)
+        event = history.describe_progress(round(now, 6))
         if self.monitor is not None:
             self.monitor.live.progress = event
         self.show(event)
@@ -331,6 +329,7 @@ class Supervisor:
         kind, _, index = who.partition("-")
         if self._ended.is_set() or who not in self._processes:
             return
+        text += self._faults.explain(who)
         if kind != "worker" or not self._coordinator.can_lose(int(index)):
             self._fail(who, text, details, certainty)
             return
@@ -389,7 +388,8 @@ class Supervisor:
     def _end_with_cause(self) -> None:
         cause = self._failures.cause
         if cause is not None and not self._ended.is_set():
-            self._carry_out(self._coordinator.stop("failed", cause.text))
+            why = cause.text + self._faults.explain(cause.who)
+            self._carry_out(self._coordinator.stop("failed", why))
 
     async def _watch_deadlines(self) -> None:
         deadlines = Deadlines(self._coordinator.members, self.timeout_s)
@@ -404,7 +404,7 @@ class Supervisor:
             if not deadlines.find_stuck(self._now()):
                 continue
             for process in self._processes.values():
-                process.request_stacks()
+                process.send_command("stacks")
             await asyncio.sleep(min(STACKS_S, self.timeout_s))
             stuck = deadlines.find_stuck(self._now())
             if not stuck:
@@ -440,6 +440,7 @@ class Supervisor:
         await self._hub.close()
         for task in self._tasks:
             task.cancel()
+        self._faults.close()
         await self._wait_for_exits()
         await self.launcher.close()
         await asyncio.sleep(0)

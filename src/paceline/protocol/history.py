@@ -11,6 +11,7 @@ from paceline.telemetry.events import (
     DecisionRow,
     EpochRow,
     ResultRow,
+    RunProgress,
     SwitchRow,
     ViewRow,
     from_plain,
@@ -70,6 +71,15 @@ class History:
     """Current global batch; 0 before the workers are ready."""
     lr_gain: float = 1.0
     """Factor of the learning rate because of an adapted batch."""
+
+    def describe_progress(self, t: float) -> RunProgress:
+        return RunProgress(
+            t=t,
+            epoch=self.epoch,
+            samples=self.samples,
+            updates=self.updates,
+            loss=self.tally.loss,
+        )
 
     def add_samples(self, samples: int) -> None:
         """Adds samples that were applied by the active strategy."""

@@ -37,9 +37,6 @@ class TwinSettings:
     """Remove a worker. Repeatable."""
     bandwidth: Annotated[float, Option(metavar="FACTOR"), Field(gt=0, allow_inf_nan=False)] = 1.0
     """Multiply the bandwidth of every link by this factor."""
-    fault: Annotated[tuple[str, ...], Option(metavar="FAULT")] = ()
-    """Inject a fault: 'kill worker=1 at=30%', 'stop worker=0 at=epoch(2) for=30s', 'cut', or 'slow
-    worker=1 at=50% factor=3 for=10s'. Repeatable."""
     write_cluster: Annotated[Path | None, Option(metavar="FILE")] = None
     """Write the simulated machines to a pool file."""
     depth: Literal["learn", "cost"] = "learn"

@@ -21,7 +21,6 @@ from paceline.launch.run import (
     raise_unless_done,
 )
 from paceline.launch.run_options import RunOptions
-from paceline.launch.supervisor import describe_progress
 from paceline.options import field_values
 from paceline.plan.cost_model import Workload, with_measured_gradient_size
 from paceline.protocol.switch_policy import RunHorizon
@@ -223,6 +222,6 @@ def _show_progress(simulator: Simulator, show: OnEvent) -> None:
         if time.monotonic() < due:
             return
         due = time.monotonic() + PROGRESS_INTERVAL_S
-        show(describe_progress(now, simulator.coordinator.history))
+        show(simulator.coordinator.history.describe_progress(now))
 
     simulator.observers.append(watch)

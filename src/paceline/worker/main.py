@@ -49,7 +49,7 @@ def run_process(
 ) -> NoReturn:
     """Runs a worker or server to its end; reports a failure to the supervisor, then exits."""
     threading.Thread(
-        target=_watch_parent, args=(commands, assignment.process_name), daemon=True
+        target=_watch_parent, args=(commands, assignment.process_name, servers), daemon=True
     ).start()
     wait_s = 2 * assignment.timeout_s + MARGIN_S
     control = ControlConnection(
@@ -117,6 +117,7 @@ def _run(
 class ChildProcess:
     """A server started by this worker. It exits when this process does, at end of its input."""
 
+    index: int
     pid: int
     commands: IO[bytes]
     """Kept open: the server exits when it is closed."""
@@ -136,7 +137,7 @@ def spawn_child(assignment: Assignment) -> ChildProcess:
     assert child.stdin is not None
     child.stdin.write(pack_assignment(assignment))
     child.stdin.flush()
-    return ChildProcess(child.pid, child.stdin, child)
+    return ChildProcess(assignment.index, child.pid, child.stdin, child)
 
 
 def fork_child(
@@ -156,7 +157,7 @@ def fork_child(
         set_process_title(assignment.process_name)
         run_process(assignment, None, os.fdopen(reading, "rb"), [])
     os.close(reading)
-    return ChildProcess(pid, os.fdopen(writing, "wb"))
+    return ChildProcess(assignment.index, pid, os.fdopen(writing, "wb"))
 
 
 def _report_failure(
@@ -182,11 +183,29 @@ def _report_failure(
         control.send(message)
 
 
-def _watch_parent(commands: IO[bytes], who: str) -> None:
+def _watch_parent(commands: IO[bytes], who: str, servers: list[ChildProcess]) -> None:
     """Carries out commands of the parent; exits at end of file, when the parent is gone."""
     for line in commands:
         if line.strip() == b"stacks":
             print(f"\n{STACKS_BEGIN}{who}", file=sys.stderr, flush=True)
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
             print(f"{STACKS_END}{who}", file=sys.stderr, flush=True)
+        elif line.startswith(b"fault "):
+            _inject_fault(line.decode().split(), servers)
     os._exit(1)
+
+
+def _inject_fault(words: list[str], servers: list[ChildProcess]) -> None:
+    """Carries out `fault KIND SECONDS FACTOR SERVER` on this process or a server of it."""
+    from paceline.worker.faults import carry_out
+
+    kind, seconds, factor, server = words[1:]
+    if server == "-":
+        carry_out(kind, float(seconds), float(factor))
+        return
+    child = next(child for child in servers if child.index == int(server))
+    if kind == "cut":
+        child.commands.write(f"fault cut {seconds} {factor} -\n".encode())
+        child.commands.flush()
+    else:
+        carry_out(kind, float(seconds), float(factor), child.pid)

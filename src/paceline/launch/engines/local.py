@@ -51,9 +51,9 @@ class LocalProcess:
             return f"killed by {signal.Signals(-code).name}"
         return f"exit status {code}"
 
-    def request_stacks(self) -> None:
+    def send_command(self, line: str) -> None:
         if not self._stdin.is_closing():
-            self._stdin.write(b"stacks\n")
+            self._stdin.write(f"{line}\n".encode())
 
     async def close(self) -> None:
         """Closes the pipes, once the process has ended: a pipe must not outlive the event loop."""

@@ -1,7 +1,7 @@
 """Process server: starts the workers of several runs on a machine, as forks of one fork server.
 
 The supervisor of a comparison starts it once on each machine, under a watchdog. Each line of its
-input is a request in JSON: start a process with its assignment, write its stacks, or kill it. Each
+input is a request in JSON: start a process with its assignment, send it a command, or kill it. Each
 line of its output is an output line or the end of a process. It ends with its input, and all its
 processes with it.
 """
@@ -57,8 +57,8 @@ class ProcessServer:
             task = asyncio.create_task(self._run(number, request))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        elif process is not None and do == "stacks":
-            process.request_stacks()
+        elif process is not None and do == "command":
+            process.send_command(request["line"])
         elif process is not None and do == "kill":
             process.kill()
 
