@@ -28,8 +28,14 @@ from paceline.protocol.messages import (
     WorkerReady,
 )
 from paceline.protocol.pace import OutgoingMessage, Pace, Send
-from paceline.protocol.run_spec import Action, EmitEvent, InterruptWorker, RefuseWorker, RunSpec
-from paceline.protocol.run_spec import RunStopped as RunStopped
+from paceline.protocol.run_spec import (
+    Action,
+    EmitEvent,
+    InterruptWorker,
+    RefuseWorker,
+    RunSpec,
+    RunStopped,
+)
 from paceline.protocol.switch_policy import RunHorizon
 from paceline.protocol.view import MemberLost, MembershipView
 from paceline.specs.strategy import Strategy
@@ -110,7 +116,7 @@ class ViewSequence:
     def can_lose(self, worker: int) -> bool:
         """Returns whether the run can continue without a worker."""
         if self.view.rank_of(worker) is None or worker in self._lost:
-            return True  # It was not, or is no longer, a member.
+            return True  # Not a member of this view.
         return self.plan.is_elastic and self.live_workers > max(1, self.plan.min_workers)
 
     def _lose(self, worker: int, reason: str) -> None:
