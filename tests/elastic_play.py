@@ -1,0 +1,179 @@
+"""One fault schedule of the membership: the coordinator of real runs, and what happens around it.
+
+Workers and servers are plain objects whose weights are the samples that they contain, so at the end
+the weights themselves show whether each sample was trained once.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+
+from elastic_server import Violation
+from elastic_worker import Exchange, FakeWorker, World
+from paceline.protocol.coordinator import Coordinator
+from paceline.protocol.exchange_probe import ExchangeProbe
+from paceline.protocol.messages import ExchangeFailed, ServerReady, WorkerReady
+from paceline.protocol.pace import Send, SendToServers
+from paceline.protocol.run_spec import EmitEvent, EndRun, InterruptWorker, RunSpec
+from paceline.strategies.registry import make_pace, make_switch_policy, parse_strategy
+
+MAX_EVENTS = 100_000
+
+
+class ElasticPlay:
+    """A run in which every next event is chosen at random."""
+
+    def __init__(self, strategy: str, *, workers: int, seed: int, faults: int, joins: int) -> None:
+        self.random = random.Random(seed)
+        rng = self.random
+        self.samples, self.batch = rng.randint(12, 40), rng.randint(workers, 8)
+        self.epochs = rng.randint(1, 3)
+        self.plan = RunSpec(
+            strategy=parse_strategy(strategy),
+            workers=workers,
+            min_workers=1,
+            checkpoint_samples=rng.choice((None, 9)),
+        )
+        self.coordinator = Coordinator(
+            self.plan, now=0.0, paces=make_pace, policies=make_switch_policy
+        )
+        self.world = World(self.coordinator, self.samples, exchanges={0: Exchange(workers)})
+        self.workers, self.zombies = self.world.workers, self.world.zombies
+        for number in range(workers):
+            self.workers[number] = FakeWorker(self.world, number, rank=number, size=workers)
+        self.faults, self.joins = faults, joins
+        self.lost: list[int] = []
+        self.renew: tuple[int, int] | None = None
+        self.end: EndRun | None = None
+        self.now = 0.0
+
+    # ---- the play -----------------------------------------------------------------------------
+
+    def run(self) -> EndRun:
+        for worker in self.workers.values():
+            worker.say(self.ready(worker.number))
+        for server in range(self.plan.servers):
+            self.carry_out(self.coordinator.handle(ServerReady(server, "127.0.0.1", 1), 0.0))
+        for _ in range(MAX_EVENTS):
+            if self.end is not None:
+                self.check_end()
+                return self.end
+            self.now += self.random.random()
+            self.next_event()
+            self.check()
+        raise Violation("the run does not end")
+
+    def next_event(self) -> None:
+        rng = self.random
+        living = [w for w in self.workers.values() if w.alive]
+        if self.faults and rng.random() < 0.02 and self.coordinator.live_workers > 1:
+            victim = rng.choice(living)
+            if self.coordinator.can_lose(victim.number):
+                self.faults -= 1
+                self.lose(victim)
+                return
+        if self.lost and self.joins and rng.random() < 0.05:
+            self.joins -= 1
+            self.join(self.lost.pop(rng.randrange(len(self.lost))))
+            return
+        choices: list[tuple[str, FakeWorker]] = []
+        for worker in [*living, *self.zombies]:
+            if worker.outbox:
+                choices.append(("hear", worker))
+            if (worker.blocked is None and (worker.plan or worker.inbox)) or (
+                worker.blocked is not None
+                and (worker.is_complete() or worker.ended_view >= worker.view)
+            ):
+                choices.append(("act", worker))
+        if not choices:
+            if self.renew is not None:
+                view, number = self.renew
+                self.renew = None
+                text = f"an exchange of worker {number} failed"
+                self.carry_out(self.coordinator.renew(view, text, self.now))
+                return
+            raise Violation("everybody waits: the run is stuck")
+        kind, worker = rng.choice(choices)
+        if kind == "hear":
+            message, view = worker.outbox.popleft()
+            if isinstance(message, ExchangeFailed):
+                self.renew = (view, worker.number)
+            self.carry_out(self.coordinator.handle(message, self.now, view))
+        else:
+            worker.act()
+
+    def ready(self, number: int) -> WorkerReady:
+        probe = ExchangeProbe(0.001, 0.001, 0.01, 1000)
+        facts = (number, self.samples, self.batch, self.epochs, ("val",))
+        return WorkerReady(*facts, speed=100.0 + number, cv=0.1, exchange=probe)
+
+    def lose(self, victim: FakeWorker) -> None:
+        """Kills a worker, or cuts it off: then it goes on in its old view."""
+        if self.random.random() < 0.3:
+            self.zombies.append(victim)
+            # A worker is named in its first message: that of a lost one comes from nobody.
+            victim.outbox = deque(m for m in victim.outbox if not isinstance(m[0], WorkerReady))
+        else:
+            # What it has sent may still arrive, or not.
+            victim.alive = False
+            while victim.outbox and self.random.random() < 0.7:
+                message, view = victim.outbox.popleft()
+                self.carry_out(self.coordinator.handle(message, self.now, view))
+                if self.end is not None:
+                    return
+        if not self.coordinator.can_lose(victim.number):
+            return
+        del self.workers[victim.number]
+        self.lost.append(victim.number)
+        self.carry_out(self.coordinator.lose(victim.number, "lost", self.now))
+
+    def join(self, number: int) -> None:
+        worker = self.workers[number] = FakeWorker(self.world, number, holds_state=False)
+        self.coordinator.members.add(number, self.now)
+        worker.say(self.ready(number))
+
+    def carry_out(self, actions: list[object]) -> None:
+        for action in actions:
+            if isinstance(action, Send):
+                if action.worker in self.workers:
+                    self.workers[action.worker].inbox.append(action.message)
+            elif isinstance(action, SendToServers):
+                self.world.server.order(action.message)
+            elif isinstance(action, InterruptWorker):
+                worker = self.workers.get(action.worker)
+                if worker is not None:
+                    worker.ended_view = action.view
+            elif isinstance(action, EndRun):
+                self.end = action
+            else:
+                assert isinstance(action, EmitEvent)
+
+    # ---- invariants ---------------------------------------------------------------------------
+
+    def check(self) -> None:
+        history = self.coordinator.history
+        if history.samples > self.samples * self.epochs:
+            raise Violation(f"{history.samples} samples are counted")
+        twice = [s for s, n in self.world.server.weights.items() if n > 1]
+        twice += [s for w in self.workers.values() for s, n in w.weights.items() if n > 1]
+        if twice:
+            raise Violation(f"sample {twice[0]} was trained twice")
+
+    def check_end(self) -> None:
+        assert self.end is not None
+        if "no other worker holds" in (self.end.error or ""):
+            if any(w.holds_state for w in self.world.members()):
+                raise Violation(
+                    f"the run ended although a worker holds its state: {self.end.error}"
+                )
+            return
+        if self.end.status != "done":
+            raise Violation(f"the run ended {self.end.status}: {self.end.error}")
+        expected = Counter((e, p) for e in range(self.epochs) for p in range(self.samples))
+        if self.coordinator.history.samples != expected.total():
+            raise Violation(f"{self.coordinator.history.samples} samples are counted")
+        for worker in self.world.members():
+            if worker.weights != expected:
+                lacking = expected - worker.weights
+                raise Violation(f"worker {worker.number} ends without {len(lacking)} samples")

@@ -1,0 +1,266 @@
+"""Workers of a fault schedule: plain objects whose weights are the samples that they contain."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from elastic_server import FakeServer, Samples, Violation
+from paceline.protocol.balance import split_batch
+from paceline.protocol.coordinator import Coordinator
+from paceline.protocol.messages import (
+    CheckpointWritten,
+    EnterPhase,
+    EpochEnd,
+    EpochEndReply,
+    Evaluate,
+    Evaluated,
+    ExchangeFailed,
+    FinishRun,
+    FormGroup,
+    GradientPushed,
+    GroupFormed,
+    LeaseGranted,
+    Message,
+    PhaseEntered,
+    PlannedSteps,
+    Quiesce,
+    Quiesced,
+    Regroup,
+    SaveCheckpoint,
+    StateOffered,
+    StepsApplied,
+    StepStats,
+    WorkerFinished,
+)
+from paceline.specs.strategy import LocalSteps, Strategy
+
+
+@dataclass(eq=False)
+class Exchange:
+    """The group of one view: what its members have contributed to each synchronous step."""
+
+    size: int
+    given: dict[tuple[int, int], dict[int, Samples]] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class World:
+    """What the workers of one schedule share."""
+
+    coordinator: Coordinator
+    samples: int
+    """Samples of an epoch."""
+    server: FakeServer = field(default_factory=FakeServer)
+    exchanges: dict[int, Exchange] = field(default_factory=dict)
+    workers: dict[int, FakeWorker] = field(default_factory=dict)
+    """Workers that the supervisor knows, by number."""
+    zombies: list[FakeWorker] = field(default_factory=list)
+    """Workers that were cut off, and continue in their old view."""
+
+    @property
+    def strategy(self) -> Strategy:
+        return self.coordinator.plan.strategy
+
+    def members(self) -> list[FakeWorker]:
+        """Workers of the current view that are alive."""
+        view = self.coordinator.view.number
+        return [w for w in self.workers.values() if w.alive and w.view == view]
+
+
+@dataclass(eq=False)
+class FakeWorker:
+    world: World
+    number: int
+    view: int = 0
+    rank: int = 0
+    size: int = 1
+    weights: Samples = field(default_factory=Counter)
+    """Samples in the last complete state."""
+    local: Samples = field(default_factory=Counter)
+    """Samples of local steps since the last synchronization."""
+    complete_at: int = -1
+    reached: int = -1
+    holds_state: bool = True
+    phase: int = 0
+    step: int = 0
+    handle: int = 0
+    local_steps: int = 0
+    blocked: tuple[int, int] | None = None
+    has_runner: bool = False
+    fresh: bool = True
+    ended_view: int = -1
+    """The last view of which it knows that it has ended."""
+    interrupted: bool = False
+    inbox: deque[Message] = field(default_factory=deque)
+    plan: deque[tuple[PlannedSteps, int, int]] = field(default_factory=deque)
+    outbox: deque[tuple[Message, int]] = field(default_factory=deque)
+    alive: bool = True
+    """False if it was killed. A worker that was cut off lives, and does not know it."""
+
+    def say(self, message: Message) -> None:
+        self.outbox.append((message, self.view))
+
+    def interrupt(self) -> None:
+        self.interrupted, self.blocked = True, None
+        self.plan.clear()
+        self.say(ExchangeFailed(self.rank, self.step, "interrupted"))
+
+    def is_complete(self) -> bool:
+        exchange = self.world.exchanges[self.view]
+        assert self.blocked is not None
+        return len(exchange.given[self.blocked]) == exchange.size
+
+    def act(self) -> None:
+        if self.blocked is not None:
+            if self.is_complete():
+                self.finish_step()
+            else:
+                self.interrupt()
+        elif self.plan:
+            self.begin_step()
+        else:
+            self.receive(self.inbox.popleft())
+
+    def begin_step(self) -> None:
+        steps, start, stop = self.plan[0]
+        cuts = split_batch(stop - start, self.size, steps.batch_weights)
+        own = range(start + cuts[self.rank], start + cuts[self.rank + 1])
+        self.local.update((steps.epoch, position) for position in own)
+        self.local_steps += 1
+        phase = self.world.strategy.phases[self.phase]
+        syncs = not isinstance(phase, LocalSteps)
+        if not syncs and self.local_steps < phase.steps_between_syncs:  # type: ignore[attr-defined]
+            self.end_step()
+            return
+        self.contribute((steps.epoch, stop))
+
+    def contribute(self, key: tuple[int, int]) -> None:
+        given = self.world.exchanges[self.view].given.setdefault(key, {})
+        given[self.rank] = self.local.copy()
+        self.blocked = key
+
+    def finish_step(self) -> None:
+        self.synchronize()
+        if self.plan:  # Otherwise it settles.
+            self.end_step()
+
+    def synchronize(self) -> None:
+        assert self.blocked is not None
+        for part in self.world.exchanges[self.view].given[self.blocked].values():
+            self.weights.update(part)
+        self.local.clear()
+        self.local_steps, self.blocked = 0, None
+
+    def end_step(self) -> None:
+        steps, start, stop = self.plan.popleft()
+        self.step += 1
+        self.reached = steps.epoch * self.world.samples + stop
+        if not self.local_steps:
+            self.complete_at = self.reached
+        share = len(range(start, stop)) // self.size
+        slow = 3.0 if self.number == 0 else 1.0
+        measured = StepStats(share, share, 1.0, 0, busy_s=slow, comm_s=0.1, steps=1)
+        self.say(StepsApplied(self.rank, steps.epoch, stop, self.step, measured))
+
+    def receive(self, message: Message) -> None:
+        if self.interrupted and not isinstance(message, Regroup):
+            return
+        match message:
+            case PlannedSteps():
+                for start in range(message.start, message.stop, message.batch):
+                    stop = min(start + message.batch, message.stop)
+                    self.plan.append((message, start, stop))
+            case LeaseGranted():
+                self.push(message)
+            case Regroup():
+                self.regroup(message)
+            case FormGroup():
+                source = next((w for w in self.world.members() if w.rank == message.source), None)
+                if source is None or self not in self.world.members():
+                    self.world.exchanges[self.view].given[-2, self.view] = {}
+                    self.blocked = (-2, self.view)  # Until it is interrupted.
+                    return
+                if message.broadcast:
+                    self.weights = source.weights.copy()
+                if self.weights != source.weights:
+                    raise Violation("workers continue from different states")
+                self.complete_at = self.reached = message.samples
+                self.holds_state = True
+                self.say(GroupFormed(self.rank))
+            case EnterPhase():
+                self.enter(message)
+            case Quiesce():
+                self.settle(message)
+            case _:
+                self.say(self.answer(message))
+
+    def regroup(self, message: Regroup) -> None:
+        self.interrupted = False
+        self.plan.clear()
+        self.local.clear()
+        self.local_steps = 0
+        keeps = message.entering and self.fresh
+        if self.has_servers() and self.has_runner and not keeps:
+            if self.world.server.shard.version < message.version and self not in self.world.zombies:
+                raise Violation("a worker would wait for an update that cannot be applied")
+            self.weights = self.world.server.weights.copy()
+        self.has_runner = False
+        self.view = message.view
+        self.rank, self.size = message.workers.index(self.number), len(message.workers)
+        self.world.exchanges.setdefault(message.view, Exchange(self.size))
+        offer = StateOffered(self.rank, self.complete_at, self.reached, self.holds_state)
+        self.say(offer)
+
+    def has_servers(self) -> bool:
+        return (
+            self.world.strategy.phases[self.phase].servers_for(self.world.coordinator.plan.workers)
+            > 0
+        )
+
+    def enter(self, message: EnterPhase) -> None:
+        self.phase = message.phase
+        self.handle = 0
+        self.has_runner = self.fresh = True
+        if self.has_servers() and self.rank == 0:
+            self.world.server.load(self.weights, self.view)
+        self.say(PhaseEntered(self.rank))
+
+    def settle(self, message: Quiesce) -> None:
+        self.fresh = False
+        if self.has_servers():
+            if self.world.server.shard.version < message.version:
+                self.inbox.appendleft(message)
+                return
+            self.weights = self.world.server.weights.copy()
+        elif self.local_steps:
+            self.contribute((-1, message.samples))
+            self.inbox.appendleft(message)  # It is answered when all have contributed.
+            return
+        self.complete_at = self.reached = message.samples
+        digest = str(hash(frozenset(self.weights.items())))
+        self.say(Quiesced(self.rank, digest, 0.1))
+
+    def push(self, message: LeaseGranted) -> None:
+        lease = message.lease
+        self.handle += 1
+        self.fresh = False
+        if lease.samples:
+            gradient = Counter((lease.epoch, p) for p in range(lease.lo, lease.hi))
+            self.world.server.push(self.rank, self.handle, gradient, self.view)
+        measured = StepStats(lease.samples, lease.samples, 0.5, 0, busy_s=1.0, steps=1)
+        done = (self.rank, self.handle, lease.id, lease.samples, message.version, self.step)
+        self.say(GradientPushed(*done, measured))
+        self.step += 1
+
+    def answer(self, message: Message) -> Message:
+        match message:
+            case Evaluate():
+                return Evaluated(self.rank, 1.0, 1, 2)
+            case SaveCheckpoint():
+                return CheckpointWritten(self.rank, "path")
+            case EpochEnd():
+                return EpochEndReply(self.rank, True)
+            case FinishRun():
+                return WorkerFinished(self.rank, {})
+        raise AssertionError(message)
