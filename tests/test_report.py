@@ -590,6 +590,18 @@ def test_progress_survives_figures_that_are_none() -> None:
     assert len(out.getvalue().splitlines()) == 2
 
 
+def test_progress_after_the_last_epoch_repeats_its_last_figures() -> None:
+    out = io.StringIO()
+    clock = Clock()
+    progress = Progress("x", console=Console(file=out, force_terminal=False), clock=clock)
+    progress.show(ev.RunLengthKnown(t=0.0, epochs=2, samples_per_epoch=100))
+    progress.show(ev.RunProgress(t=1.0, epoch=1, samples=150, updates=3, loss=0.5))
+    clock.now = 6.0
+    progress.show(ev.RunProgress(t=2.0, epoch=2, samples=200, updates=4, loss=None))
+    assert out.getvalue() == "x: epoch 2/2, 50 samples/s, loss 0.5, 0 s left\n"
+    progress.close()
+
+
 def test_time_left_follows_the_recent_rate() -> None:
     clock = Clock()
     console = Console(file=io.StringIO(), force_terminal=False)

@@ -114,9 +114,10 @@ class Progress(LiveLines):
             case ev.RunProgress(t=t, samples=samples):
                 before, seen = self._last
                 self.update(
-                    epoch=notice.epoch + 1,
+                    # The last report comes after the last epoch.
+                    epoch=min(notice.epoch, (self._epochs or notice.epoch + 1) - 1) + 1,
                     samples=samples,
-                    loss=notice.loss if notice.loss is not None else math.nan,
+                    loss=notice.loss,
                     samples_per_s=(samples - seen) / (t - before) if t > before else 0.0,
                 )
                 self._last = t, samples
