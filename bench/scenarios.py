@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -363,5 +363,6 @@ def real_scenarios() -> list[RealScenario]:
 
 
 def make_job(scenario: Scenario | RealScenario, seed: int, data_dir: Path | None) -> Job:
-    splits = load_splits(scenario.data, data_dir)
-    return Job(**{"checkpoint_every": "never", **scenario.job}, data=lambda: splits, seed=seed)
+    # Not a lambda: worker processes import it.
+    splits = partial(load_splits, scenario.data, data_dir)
+    return Job(**{"checkpoint_every": "never", **scenario.job}, data=splits, seed=seed)
