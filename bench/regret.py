@@ -217,6 +217,9 @@ def main() -> None:
     known = {(r["scenario"], r["strategy"], r["seed"]) for r in rows}
     chosen = args.scenarios.split(",") if args.scenarios else None
     every: list[Scenario | RealScenario] = [*(real_scenarios() if args.real else scenarios())]
+    if args.real and not args.table:
+        # The first run also starts the fork server and reads the data from disk.
+        run(every[0], "allreduce", 0, args.data_dir)
     for scenario in () if args.table else every:
         if chosen is not None and scenario.name not in chosen:
             continue
