@@ -15,7 +15,13 @@ from paceline.protocol.coordinator import Coordinator
 from paceline.protocol.exchange_probe import ExchangeProbe
 from paceline.protocol.messages import ExchangeFailed, ServerReady, WorkerReady
 from paceline.protocol.pace import Send, SendToServers
-from paceline.protocol.run_spec import EmitEvent, EndRun, InterruptWorker, RunSpec
+from paceline.protocol.run_spec import (
+    EmitEvent,
+    EndRun,
+    InterruptWorker,
+    ReleaseWorker,
+    RunSpec,
+)
 from paceline.strategies.registry import make_pace, make_switch_policy, parse_strategy
 
 MAX_EVENTS = 100_000
@@ -24,7 +30,17 @@ MAX_EVENTS = 100_000
 class ElasticPlay:
     """A run in which every next event is chosen at random."""
 
-    def __init__(self, strategy: str, *, workers: int, seed: int, faults: int, joins: int) -> None:
+    def __init__(
+        self,
+        strategy: str,
+        *,
+        workers: int,
+        seed: int,
+        faults: int,
+        joins: int,
+        leaves: int = 0,
+        newcomers: int = 0,
+    ) -> None:
         self.random = random.Random(seed)
         rng = self.random
         self.samples, self.batch = rng.randint(12, 40), rng.randint(workers, 8)
@@ -43,6 +59,8 @@ class ElasticPlay:
         for number in range(workers):
             self.workers[number] = FakeWorker(self.world, number, rank=number, size=workers)
         self.faults, self.joins = faults, joins
+        self.leaves, self.newcomers = leaves, newcomers
+        self.next_number = workers
         self.lost: list[int] = []
         self.renew: tuple[int, int] | None = None
         self.end: EndRun | None = None
@@ -77,6 +95,18 @@ class ElasticPlay:
             self.joins -= 1
             self.join(self.lost.pop(rng.randrange(len(self.lost))))
             return
+        room = self.batch - len(self.workers) - len(self.lost)
+        if self.newcomers and room > 0 and rng.random() < 0.01:
+            self.newcomers -= 1
+            self.join(self.next_number)
+            self.next_number += 1
+            return
+        if self.leaves and rng.random() < 0.02:
+            leaver = rng.choice(living).number
+            if self.coordinator.why_not_leave(leaver) is None:
+                self.leaves -= 1
+                self.carry_out(self.coordinator.retire(leaver, self.now))
+                return
         choices: list[tuple[str, FakeWorker]] = []
         for worker in [*living, *self.zombies]:
             if worker.outbox:
@@ -122,14 +152,17 @@ class ElasticPlay:
                 self.carry_out(self.coordinator.handle(message, self.now, view))
                 if self.end is not None:
                     return
+        if victim.number not in self.workers:
+            return  # It has left with its last message.
         if not self.coordinator.can_lose(victim.number):
+            victim.alive = True  # All others have left: its loss would end the run.
             return
         del self.workers[victim.number]
         self.lost.append(victim.number)
         self.carry_out(self.coordinator.lose(victim.number, "lost", self.now))
 
     def join(self, number: int) -> None:
-        worker = self.workers[number] = FakeWorker(self.world, number, holds_state=False)
+        worker = self.workers[number] = FakeWorker(self.world, number, view=-1, holds_state=False)
         self.coordinator.members.add(number, self.now)
         worker.say(self.ready(number))
 
@@ -144,6 +177,9 @@ class ElasticPlay:
                 worker = self.workers.get(action.worker)
                 if worker is not None:
                     worker.ended_view = action.view
+            elif isinstance(action, ReleaseWorker):
+                if self.workers.pop(action.worker).plan:
+                    raise Violation(f"worker {action.worker} left before its work was done")
             elif isinstance(action, EndRun):
                 self.end = action
             else:

@@ -1,4 +1,4 @@
-"""Fault schedules of the membership: workers are lost, return with an old view, and join.
+"""Fault schedules of the membership: workers are lost, return with an old view, join and leave.
 
 python tests/elastic_schedules.py --count 20000 --seed 7      run many
 python tests/elastic_schedules.py --only 4711                 replay one
@@ -42,6 +42,8 @@ def run_schedule(seed: int) -> int:
         seed=seed,
         faults=rng.randint(0, 6),
         joins=rng.randint(0, 4),
+        leaves=rng.choice((0, 0, 1, 3)),
+        newcomers=rng.choice((0, 0, 1, 3)),
     )
     play.run()
     return play.coordinator.view.number

@@ -22,6 +22,8 @@ COMMANDS = {
     "attach": "Follow a run in progress until its end; Ctrl-C leaves it running.",
     "stop": "Cancel a run in progress.",
     "resume": "Continue a run from its latest checkpoint, with its recorded options.",
+    "join": "Train on this machine as a further worker of a run in progress.",
+    "leave": "Let a worker leave a run in progress when its work is done.",
     "compare": "Train one job with several strategies and seeds, and compare them.",
     "reproduce": "Repeat a published study, and show its tables next to ours.",
     "launch": "Run a script with its own training loop on several workers.",
@@ -64,6 +66,7 @@ MODULES = {
     "doctor": "pool",
     **dict.fromkeys(RECORDED, "recorded_runs"),
     **dict.fromkeys(("attach", "stop", "resume"), "detached"),
+    **dict.fromkeys(("join", "leave"), "members"),
 }
 """Modules of commands that share one; each of the others has its own."""
 

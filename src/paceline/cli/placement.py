@@ -186,6 +186,8 @@ class Places:
         bundle = self._bundle(request, job)
         key = ("ssh", repr(hosts), repr(serving), id(bundle))
         launcher = self._share(key, lambda: make_pool_launcher(hosts, serving, bundle))
+        if not (where.select or self._keeps_open):
+            launcher.watch(path)  # The arms of a comparison keep their machines.
         report_server_hosts(serving, chosen, launcher.workers, self._log)
         return Placement(
             launcher=launcher,

@@ -43,8 +43,10 @@ class HelpLayout:
 
     def render_usage(self, console: Console, options: ConsoleOptions, usage: Any) -> None:
         if usage:
-            # The only optional positional argument of any command is the job file.
-            line = _plain(usage).rstrip().replace("[ARGS]", "[JOB]")
+            line = _plain(usage).rstrip()
+            # The only optional positional argument of any other command is the job file.
+            optional = "[RUN worker=K]" if line.startswith("paceline leave") else "[JOB]"
+            line = line.replace("[ARGS]", optional)
             _print(console, f"Usage: {line}\n")
 
     def render_description(self, console: Console, options: ConsoleOptions, text: Any) -> None:

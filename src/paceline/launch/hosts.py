@@ -69,11 +69,12 @@ async def connect_hosts(
         if not isinstance(shell, HostError):
             stack.push_async_callback(shell.close)
     found = raise_host_errors(shells)
-    return [
-        # Without an interpreter in the pool: python3 remotely, and this interpreter locally.
-        RemoteHost(s.host, s, python=s.host.python or ("python3" if s.address else sys.executable))
-        for s in found
-    ]
+    return [RemoteHost(s.host, s, python=find_python(s.host, s)) for s in found]
+
+
+def find_python(host: Host, shell: Shell) -> str:
+    """Returns the interpreter of a machine; by default python3, and this one locally."""
+    return host.python or ("python3" if shell.address else sys.executable)
 
 
 Found = TypeVar("Found")

@@ -17,7 +17,7 @@ from paceline.comm.wire import (
     unpack_head,
     unpack_header,
 )
-from paceline.errors import WireError
+from paceline.errors import UsageError, WireError
 from paceline.protocol.messages import Message, message_from_wire, message_to_wire
 
 MAX_STORE_BYTES = 1 << 20
@@ -41,8 +41,15 @@ class Hub:
         self._server: asyncio.Server | None = None
 
     async def listen(self, host: str) -> int:
+        """Listens on a free port; raises UsageError for an address of another machine."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: HubConnection(self), host, 0)
+        try:
+            self._server = await loop.create_server(lambda: HubConnection(self), host, 0)
+        except OSError as error:
+            raise UsageError(
+                f"--listen {host}: cannot listen there ({error.strerror or error}); use an address "
+                "of this machine"
+            ) from None
         port: int = self._server.sockets[0].getsockname()[1]
         return port
 

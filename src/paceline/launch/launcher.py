@@ -5,13 +5,19 @@ machines, reached over SSH or through an engine that runs there already. Run fol
 codes are the supervisor's and so the same with each.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from pathlib import Path
-from typing import Protocol, TypeVar
+from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from paceline.launch.project import ProjectBundle, bundle_project
 from paceline.launch.run_loop import LoopThread, Main, run_async
 from paceline.worker.assignment import Assignment
+
+if TYPE_CHECKING:
+    from paceline.launch.hosts import RemoteHost
 
 T = TypeVar("T")
 OnLine = Callable[[str, str], None]
@@ -65,6 +71,16 @@ class Launcher(ABC):
 
     def bundle(self, job_file: Path | None, out: Path) -> None:  # noqa: B027
         """Collects the files that the job needs before any process starts; raises UsageError."""
+
+    def bundle_for_guests(self, template: Mapping[str, Any], out: Path) -> ProjectBundle:
+        """Returns the files that a machine needs to join; raises UsageError."""
+        job = template.get("job")
+        files = [each.file for each in (job, *template.get("plugins", ())) if each is not None]
+        return bundle_project(next((f for f in files if f is not None), None), out=out)
+
+    async def find_new_hosts(self) -> list[RemoteHost]:
+        """Returns connected machines that were added since the last call."""
+        return []
 
     def check_capacity(self, workers: int, servers: int) -> None:  # noqa: B027
         """Raises UsageError if the machines certainly cannot run this many processes."""

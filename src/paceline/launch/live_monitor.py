@@ -18,6 +18,7 @@ from paceline.telemetry.schema import RunConfig
 HOST = "127.0.0.1"
 REQUEST_S = 5.0
 MAX_REQUEST = 16 << 10
+JUDGE_S = 1.0
 
 
 class LiveMonitor:
@@ -58,6 +59,22 @@ class LiveMonitor:
         """Samples this process now, because a connection is about to be closed."""
         if self._sampler is not None:
             self._sampler.sample()
+
+    async def watch_verdicts(
+        self,
+        now_s: Callable[[], float],
+        show: Callable[[Event], None],
+        log: Callable[[str, str], None],
+    ) -> None:
+        """Shows what limits the run as soon as it is known, until it is cancelled."""
+        while True:
+            await asyncio.sleep(JUDGE_S)
+            try:
+                for event in self.live.changed_verdicts(now_s()):
+                    show(event)
+            except Exception as error:
+                # A rule that fails must not end the run.
+                log("supervisor", f"verdicts: {type(error).__name__}: {error}")
 
     async def stop(self) -> None:
         if self._metrics is not None:

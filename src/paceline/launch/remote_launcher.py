@@ -12,7 +12,7 @@ import asyncio
 import base64
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from importlib import metadata
 from pathlib import Path
@@ -32,7 +32,7 @@ from paceline.launch.hosts import (
 )
 from paceline.launch.launcher import LaunchedProcess, Launcher, OnLine
 from paceline.launch.process_client import ProcessClient
-from paceline.launch.project import ProjectBundle, bundle_project
+from paceline.launch.project import Project, ProjectBundle, bundle_project
 from paceline.launch.run_loop import LoopThread
 from paceline.plugins import Plugin
 from paceline.worker.assignment import Assignment, pack_assignment
@@ -66,6 +66,9 @@ class RemoteLauncher(Launcher):
             self.project_bundle = bundle_project(
                 job_file, out=out, tell=self.project_bundle.on_progress
             )
+
+    def bundle_for_guests(self, template: Mapping[str, Any], out: Path) -> ProjectBundle:
+        return self.project_bundle
 
     def warm_up(self) -> None:
         if self.loop is not None:
@@ -119,60 +122,20 @@ class RemoteLauncher(Launcher):
         local_rank = here.index(assignment.index) if assignment.index in here else 0
         local_size = max(1, len(here))
         default_threads = self.threads or max(1, int(site.facts["cores"]) // max(1, len(seats)))
-        placed = assignment.model_copy(
+        placed = move_assignment(assignment, self.project_bundle).model_copy(
             update={
                 "bind": site.address if len(self.remote_hosts) > 1 else None,
-                "folder": None,
                 "threads": assignment.threads or default_threads,
                 "local_rank": (local_rank, local_size),
-                "job": self._move_job(assignment),
-                "script": self._move_script(assignment),
-                "plugins": tuple(map(self._move_plugin, assignment.plugins)),
             }
         )
-        threads = str(placed.threads)
         defaults = {}
         if (gpus := site.host.gpu_count) > 1 and assignment.kind == "worker":
             defaults["CUDA_VISIBLE_DEVICES"] = str(local_rank % gpus)
         if self._process_clients and assignment.kind == "worker":
             client = self._process_clients[self.host_index_of("worker", assignment.index)]
             return await client.start(placed, defaults, on_line)
-        spec = watchdog_command(
-            [site.python, "-m", "paceline.worker"],
-            {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"},
-            site.folder or "~",
-            site.lock,
-            **defaults,
-        )
-        # Sent over stdin, because other users can read arguments and environment.
-        spec["input"] = base64.b64encode(pack_assignment(placed)).decode()
-        return RemoteProcess(placed.process_name, site, spec, on_line)
-
-    def _move_job(self, assignment: Assignment) -> Any:
-        """Returns the job reference with the path of the job file on the machine."""
-        job, project = assignment.job, self.project_bundle.project
-        if job is None or job.file is None:
-            return job
-        assert project is not None, "a job file goes along with its project"
-        return job.model_copy(update={"file": job.file.relative_to(project.folder)})
-
-    def _move_script(self, assignment: Assignment) -> str | None:
-        """Returns the path of the script on the machine."""
-        if assignment.script is None or assignment.kind == "server":
-            return None
-        return self.project_bundle.locate(Path(assignment.script))
-
-    def _move_plugin(self, plugin: Plugin) -> Plugin:
-        """Returns a plugin as the machine finds it: inside the project, or installed."""
-        project = self.project_bundle.project
-        if plugin.file is None:
-            return plugin
-        if project is None or not plugin.file.is_relative_to(project.folder):
-            raise UsageError(
-                f"plugin {plugin.file} is outside the project that is copied to other "
-                "machines; move it there, or choose a directory with --project"
-            )
-        return dataclasses.replace(plugin, file=plugin.file.relative_to(project.folder))
+        return start_watched(site, placed, defaults, on_line)
 
     async def close(self) -> None:
         if not self._is_kept:
@@ -183,6 +146,48 @@ class RemoteLauncher(Launcher):
         self._is_kept = False
         self._process_clients = []
         await self._stack.aclose()
+
+
+def move_assignment(assignment: Assignment, bundle: ProjectBundle) -> Assignment:
+    """Returns an assignment with its files as another machine finds them."""
+    job, project, script = assignment.job, bundle.project, assignment.script
+    if job is not None and job.file is not None:
+        assert project is not None, "a job file goes along with its project"
+        job = job.model_copy(update={"file": job.file.relative_to(project.folder)})
+    if script is not None:
+        script = bundle.locate(Path(script)) if assignment.kind == "worker" else None
+    plugins = tuple(_move_plugin(plugin, project) for plugin in assignment.plugins)
+    files = {"folder": None, "job": job, "script": script, "plugins": plugins}
+    return assignment.model_copy(update=files)
+
+
+def _move_plugin(plugin: Plugin, project: Project | None) -> Plugin:
+    """Returns a plugin as another machine finds it: inside the project, or installed."""
+    if plugin.file is None:
+        return plugin
+    if project is None or not plugin.file.is_relative_to(project.folder):
+        raise UsageError(
+            f"plugin {plugin.file} is outside the project that is copied to other "
+            "machines; move it there, or choose a directory with --project"
+        )
+    return dataclasses.replace(plugin, file=plugin.file.relative_to(project.folder))
+
+
+def start_watched(
+    site: RemoteHost, placed: Assignment, defaults: dict[str, str], on_line: OnLine
+) -> RemoteProcess:
+    """Starts a process under a watchdog; `defaults` are variables that the machine may set."""
+    threads = str(placed.threads)
+    spec = watchdog_command(
+        [site.python, "-m", "paceline.worker"],
+        {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"},
+        site.folder or "~",
+        site.lock,
+        **defaults,
+    )
+    # Sent over stdin, because other users can read arguments and environment.
+    spec["input"] = base64.b64encode(pack_assignment(placed)).decode()
+    return RemoteProcess(placed.process_name, site, spec, on_line)
 
 
 class RemoteProcess:

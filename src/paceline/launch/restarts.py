@@ -19,9 +19,6 @@ class RestartPolicy:
         self._restarts: Counter[int] = Counter()
         self._places: Counter[tuple[int, str]] = Counter()
 
-    def restarts_of(self, worker: int) -> int:
-        return self._restarts[worker]
-
     def next_delay_s(self, worker: int, failure: str) -> float | None:
         """Returns the wait before the next restart; None if there is none."""
         place = worker, _PID.sub("", failure)

@@ -257,6 +257,11 @@ def _run(
 ) -> RunResult:
     """Runs in a locked folder; `fresh` if it did not exist before."""
     plan = dataclasses.replace(plan, min_workers=options.min_workers or 0)
+    if options.listen is not None and not plan.is_elastic:
+        raise UsageError(
+            f"--listen {options.listen}: no machine can join a run that needs exactly its workers; "
+            "add --min-workers 1, with a strategy that does not divide the model"
+        )
     folder = RunFolder(options.out)
     faults = [parse_fault(text, plan.workers, plan.servers) for text in options.faults]
     checkpoint = options.from_checkpoint
@@ -323,6 +328,7 @@ def _run(
         monitor=watch,
         restarts=options.restarts if plan.is_elastic else 0,
         faults=faults,
+        listen=options.listen,
     )
 
     def leave_nothing() -> None:

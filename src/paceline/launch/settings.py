@@ -80,6 +80,8 @@ class ProcessSettings:
 class RunSettings(ProcessSettings):
     """Settings of a single run."""
 
+    listen: Annotated[str | None, Option(metavar="ADDRESS", default="loopback")] = None
+    """Address of this machine at which others can join the run; see `paceline join`."""
     profile: Annotated[
         Annotated[str, AfterValidator(check_profile)] | None,
         Option(metavar="epoch=N|epochs=A-B"),

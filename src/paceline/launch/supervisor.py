@@ -9,15 +9,17 @@ import asyncio
 import secrets
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.errors import PacelineError, UsageError
+from paceline.launch.attendance import Attendance
 from paceline.launch.deadlines import Deadlines
 from paceline.launch.failure import CERTAINTY_BY_BLAME, Certainty, FailureLog, ProcessFailure
 from paceline.launch.fault_injection import FaultInjector, FaultTarget
 from paceline.launch.folder_service import FolderService, ProcessLogs
+from paceline.launch.guests import JOIN_FILE, Guests
 from paceline.launch.hub import Hub
 from paceline.launch.launcher import LaunchedProcess, Launcher
 from paceline.launch.live_monitor import LiveMonitor
@@ -27,6 +29,7 @@ from paceline.protocol.coordinator import Coordinator
 from paceline.protocol.history import CoordinatorMemory
 from paceline.protocol.messages import (
     ExchangeFailed,
+    LeaveRequested,
     Message,
     ProcessFailing,
     StopServer,
@@ -40,12 +43,13 @@ from paceline.protocol.run_spec import (
     EndRun,
     InterruptWorker,
     RefuseWorker,
+    ReleaseWorker,
     RunSpec,
 )
 from paceline.specs.fault import InjectedFault
 from paceline.strategies.registry import make_pace, make_switch_policy
 from paceline.telemetry.result import RunOutcome
-from paceline.telemetry.run_folder import OnEvent, ProcessOutput, RunFolder
+from paceline.telemetry.run_folder import ListenNotice, OnEvent, ProcessOutput, RunFolder
 from paceline.worker.assignment import Assignment
 
 GRACE_S = 1.0
@@ -59,7 +63,6 @@ LAST_LINES = 10
 PROGRESS_S = 0.5
 LATE_S = 2.0
 """If this process itself was stopped for this long, it has missed heartbeats."""
-JUDGE_S = 1.0
 
 
 @dataclass(kw_only=True, eq=False)
@@ -81,6 +84,8 @@ class Supervisor:
     coordinator: type[Coordinator] = Coordinator
     """Makes the decisions; those of training by default."""
     faults: Sequence[InjectedFault] = ()
+    listen: str | None = None
+    """Address at which machines can join; by default that of the launcher."""
 
     def __post_init__(self) -> None:
         self._token = secrets.token_hex(32)
@@ -99,7 +104,6 @@ class Supervisor:
         self._processes: dict[str, LaunchedProcess] = {}
         """Processes that are part of the run, by name."""
         self._started: list[LaunchedProcess] = []
-        self._assignments: dict[int, Assignment] = {}
         self._restarts = RestartPolicy(self.restarts)
         self._tasks: list[asyncio.Task[Any]] = []
         self._failures = FailureLog()
@@ -110,6 +114,22 @@ class Supervisor:
         self._parents = self.launcher.place_servers(self.plan.servers, self.plan.workers)
         if self.plan.is_elastic and self.launcher.starts_servers:
             self._parents = [None] * self.plan.servers
+        self._attendance = Attendance(
+            coordinator=self._coordinator,
+            parents=self._parents,
+            processes=self._processes,
+            has_live_job=self.live is not None,
+            now=self._now,
+            launch=self._launch,
+            carry_out=self._carry_out,
+            log=lambda line: self._logs.write("supervisor", line),
+        )
+        self._guests = Guests(
+            self._attendance,
+            self.launcher,
+            lambda: self.launcher.bundle_for_guests(self.template, self.folder.path),
+            self._attendance.log,
+        )
         target = FaultTarget(
             self.memory, self._parents, self._processes, self.show, self._hub.drop_all
         )
@@ -125,7 +145,8 @@ class Supervisor:
         try:
             if self.monitor is not None:
                 await self.monitor.start(self._now, self._token)
-                self._tasks.append(asyncio.create_task(self._watch_verdicts()))
+                verdicts = self.monitor.watch_verdicts(self._now, self.show, self._logs.write)
+                self._tasks.append(asyncio.create_task(verdicts))
             await self._start()
             await self._ended.wait()
             if self._end is not None and self._end.status == "done":
@@ -152,11 +173,25 @@ class Supervisor:
         try:
             await self.launcher.open(self._on_line)
             self._coordinator.members.begin(self._now())
-            port = await self._hub.listen(self.launcher.host)
-            for assignment in self._assign(port):
-                if assignment.kind == "worker":
-                    self._assignments[assignment.index] = assignment
+            port = await self._hub.listen(self.listen or self.launcher.host)
+            common = {
+                "workers": self.plan.workers,
+                "token": self._token,
+                "host": self.listen or self.launcher.host,
+                "port": port,
+                "timeout_s": self.timeout_s,
+                "elastic": self.plan.is_elastic,
+                "folder": str(self.folder.path.resolve()),
+                "started_wall_s": self.started_wall_s,
+                **self.template,
+            }
+            for assignment in self._attendance.make_assignments(common):
                 await self._launch(assignment)
+            if self.plan.is_elastic:
+                file = self.folder.path / JOIN_FILE
+                address = await self._guests.open(self.listen or self.launcher.host, file)
+                if self.listen is not None:
+                    self.show(ListenNotice(address=address, token_file=file))
         except PacelineError as error:
             is_usage_error, details = isinstance(error, UsageError), getattr(error, "details", "")
             self._fail("supervisor", str(error), details, is_usage_error=is_usage_error)
@@ -164,36 +199,14 @@ class Supervisor:
         self._tasks.append(asyncio.create_task(self._watch_deadlines()))
 
     async def _launch(self, assignment: Assignment) -> None:
-        live = self.live if assignment.has_live_job else None
-        process = await self.launcher.start(assignment, live, self._on_line)
+        if assignment.kind == "worker" and assignment.index in self._guests:
+            process = await self._guests.start(assignment, self._on_line)
+        else:
+            live = self.live if assignment.has_live_job else None
+            process = await self.launcher.start(assignment, live, self._on_line)
         self._started.append(process)
         self._processes[assignment.process_name] = process
         self._tasks.append(asyncio.create_task(self._watch(process)))
-
-    def _assign(self, port: int) -> Iterator[Assignment]:
-        """The assignment of each process; servers without a parent worker come first."""
-        common = {
-            "workers": self.plan.workers,
-            "token": self._token,
-            "host": self.launcher.host,
-            "port": port,
-            "timeout_s": self.timeout_s,
-            "elastic": self.plan.is_elastic,
-            "folder": str(self.folder.path.resolve()),
-            "started_wall_s": self.started_wall_s,
-            **self.template,
-        }
-        for server, parent in enumerate(self._parents):
-            if parent is None:
-                yield Assignment(kind="server", index=server, **{**common, "job": None})
-        for rank in range(self.plan.workers):
-            yield Assignment(
-                kind="worker",
-                index=rank,
-                servers=tuple(s for s, parent in enumerate(self._parents) if parent == rank),
-                has_live_job=self.live is not None,
-                **common,
-            )
 
     # ---- what comes in ------------------------------------------------------------------------
 
@@ -208,6 +221,10 @@ class Supervisor:
         if isinstance(message, TelemetryForwarded):
             if self.monitor is not None:
                 self.monitor.record(who, message.event)
+            return
+        if isinstance(message, LeaveRequested):
+            if (why := self._attendance.retire(message.worker)) is not None:
+                self._logs.write("supervisor", why)
             return
         if isinstance(message, WorkerFinished):
             self._finished.add(who)
@@ -261,18 +278,6 @@ class Supervisor:
         if self.plan.custom_loop:
             self.show(ProcessOutput(process=who, line=line))
 
-    async def _watch_verdicts(self) -> None:
-        """Reports what limits the run as soon as it is known."""
-        assert self.monitor is not None
-        while True:
-            await asyncio.sleep(JUDGE_S)
-            try:
-                for event in self.monitor.live.changed_verdicts(self._now()):
-                    self.show(event)
-            except Exception as error:
-                # A rule that fails must not end the run.
-                self._logs.write("supervisor", f"verdicts: {type(error).__name__}: {error}")
-
     # ---- what goes out ------------------------------------------------------------------------
 
     def _carry_out(self, actions: list[Action]) -> None:
@@ -290,6 +295,10 @@ class Supervisor:
             elif isinstance(action, RefuseWorker):
                 self._logs.write("supervisor", f"refused: {action.reason}")
                 self._drop(f"worker-{action.worker}")
+                self._guests.refuse(action.worker, action.reason)
+            elif isinstance(action, ReleaseWorker):
+                process = self._processes.pop(f"worker-{action.worker}")
+                self._guests.release(action.worker, process)
             elif isinstance(action, EndRun):
                 self._end = action
                 self._ended.set()
@@ -338,7 +347,8 @@ class Supervisor:
         self._drop(who)
         delay_s = self._restarts.next_delay_s(worker, text)
         if delay_s is not None:
-            self._tasks.append(asyncio.create_task(self._restart(worker, delay_s)))
+            restarting = self._attendance.restart(worker, delay_s)
+            self._tasks.append(asyncio.create_task(restarting))
         elif why := self._restarts.why_excluded(worker):
             text = f"{text}; {why}"
         self._carry_out(self._coordinator.lose(worker, text, self._now()))
@@ -348,17 +358,6 @@ class Supervisor:
         self._processes.pop(who).kill()
         self._hub.forget(who)
         self._finished.discard(who)
-
-    async def _restart(self, worker: int, delay_s: float) -> None:
-        """Starts a lost worker again, which then joins the run."""
-        await asyncio.sleep(delay_s)
-        update = {"joins": self._restarts.restarts_of(worker), "servers": (), "checkpoint": None}
-        try:
-            await self._launch(self._assignments[worker].model_copy(update=update))
-        except PacelineError as error:
-            self._logs.write("supervisor", f"worker {worker} could not be restarted: {error}")
-        else:
-            self._coordinator.members.add(worker, self._now())
 
     def _stop_joining(self) -> None:
         """Ends workers that have not joined yet when the run is done."""
@@ -442,6 +441,8 @@ class Supervisor:
             task.cancel()
         self._faults.close()
         await self._wait_for_exits()
+        status = self._end.status if self._end is not None else "failed"
+        await self._guests.close(f"the run is over: {status}")
         await self.launcher.close()
         await asyncio.sleep(0)
         self._folder_service.close()

@@ -86,6 +86,14 @@ class Coordinator(RunSequence):
             self._lose(worker, reason)
         return self._actions
 
+    def retire(self, worker: int, now: float) -> list[Action]:
+        """Lets a worker leave when its work is done; `why_not_leave` must be None."""
+        self._now = now
+        self._actions = []
+        if not self._ended:
+            self._retire(worker)
+        return self._actions
+
     def renew(self, view: int, reason: str, now: float) -> list[Action]:
         """Forms a view again in which an exchange failed, unless it has changed meanwhile."""
         self._now = now

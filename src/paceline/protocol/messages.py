@@ -18,6 +18,7 @@ from paceline.protocol.view_messages import Dismiss as Dismiss
 from paceline.protocol.view_messages import ExchangeFailed as ExchangeFailed
 from paceline.protocol.view_messages import FormGroup as FormGroup
 from paceline.protocol.view_messages import GroupFormed as GroupFormed
+from paceline.protocol.view_messages import LeaveRequested as LeaveRequested
 from paceline.protocol.view_messages import Regroup as Regroup
 from paceline.protocol.view_messages import StateOffered as StateOffered
 

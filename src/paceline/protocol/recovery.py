@@ -20,6 +20,7 @@ from paceline.protocol.history import History
 from paceline.protocol.ledger import Ledger
 from paceline.protocol.membership import Membership
 from paceline.protocol.messages import (
+    Dismiss,
     FormGroup,
     GroupFormed,
     Message,
@@ -33,6 +34,7 @@ from paceline.protocol.run_spec import (
     EmitEvent,
     InterruptWorker,
     RefuseWorker,
+    ReleaseWorker,
     RunSpec,
     RunStopped,
 )
@@ -77,6 +79,8 @@ class ViewSequence:
         """Workers of this view that are gone, and why."""
         self._joining: dict[int, WorkerReady] = {}
         """Workers that wait to be admitted."""
+        self._leaving: set[int] = set()
+        """Workers of this view that leave it at the next quiesce."""
         self._speeds: dict[int, float] = {}
         """Samples per second of each worker, as last measured."""
         self._view_samples = 0
@@ -119,9 +123,46 @@ class ViewSequence:
             return True  # Not a member of this view.
         return self.plan.is_elastic and self.live_workers > max(1, self.plan.min_workers)
 
+    def why_not_leave(self, worker: int) -> str | None:
+        """Returns why a worker cannot leave; None if it can."""
+        if worker not in self.members:
+            return f"worker {worker} is not part of the run"
+        if self.view.rank_of(worker) is None or worker in self._lost:
+            return None
+        if not self.plan.is_elastic:
+            return f"worker {worker} cannot leave: the run needs all of its workers"
+        least = max(1, self.plan.min_workers)
+        if self.live_workers - len(self._leaving - {worker}) <= least:
+            return f"worker {worker} cannot leave: fewer than --min-workers {least} would remain"
+        return None
+
+    def _retire(self, worker: int) -> None:
+        """Continues without a worker from the next quiesce on, when its work is done."""
+        if self.view.rank_of(worker) is None or worker in self._lost:
+            self.members.remove(worker)
+            self._joining.pop(worker, None)
+            self._actions.append(ReleaseWorker(worker))
+            return
+        self._leaving.add(worker)
+        self._stop_early()
+
+    def _departing(self) -> set[int]:
+        """Returns the workers that leave with this view, which others can continue without."""
+        stay = len(self.view.workers) - len(self._leaving)
+        enough = stay > 0 and stay + len(self._joining) >= self.plan.min_workers
+        # After a loss the newest state may be that of a worker that leaves: it stays for one view.
+        return set(self._leaving) if enough and not self._lost else set()
+
+    def _stop_early(self) -> None:
+        """Quiesces as soon as the work that is planned is done."""
+        if self._is_training():
+            assert self._pace is not None
+            self._pace.stop_early()
+
     def _lose(self, worker: int, reason: str) -> None:
         self.members.remove(worker)
         self._joining.pop(worker, None)
+        self._leaving.discard(worker)
         rank = self.view.rank_of(worker)
         if rank is None or worker in self._lost:
             return
@@ -168,15 +209,20 @@ class ViewSequence:
 
     def _admit(self, ready: WorkerReady) -> None:
         """Admits a worker at the next quiesce."""
-        facts = next(iter(self._ready.values()), None)
-        if facts is not None and not same_facts(ready, facts):
-            reason = describe_difference(ready, facts)
-            self._actions.append(RefuseWorker(ready.worker, reason))
-            return
         self._joining[ready.worker] = ready
-        if self._is_training():
-            assert self._pace is not None
-            self._pace.stop_early()
+        self._refuse_other_jobs()
+        self._stop_early()
+
+    def _refuse_other_jobs(self) -> None:
+        """Refuses workers whose data or batch differs from those of the run, once it is known."""
+        facts = next(iter(self._ready.values()), None)
+        if facts is None:
+            return
+        for worker, ready in list(self._joining.items()):
+            if not same_facts(ready, facts):
+                del self._joining[worker]
+                self.members.remove(worker)
+                self._actions.append(RefuseWorker(worker, describe_difference(ready, facts)))
 
     def _is_training(self) -> bool:
         return self._awaited is None and self._pace is not None and not self._pace.drained
@@ -203,14 +249,21 @@ class ViewSequence:
 
     def _form_view(self) -> Script[None]:
         before = self.view
-        self._reasons += [*self._lost.values(), *(f"worker {w} joined" for w in self._joining)]
+        self._refuse_other_jobs()
+        gone = self._departing()
+        self._reasons += [*self._lost.values(), *(f"worker {w} left" for w in sorted(gone))]
+        self._reasons += [f"worker {w} joined" for w in self._joining]
         self._remember_speeds()
         self._flush_switch()
         if self._pace is not None:
             self._send(self._pace.suspend())
-        stay = [w for w in before.workers if w not in self._lost]
+        for worker in sorted(gone):
+            self.members.remove(worker)
+            self._actions += [Send(worker, Dismiss()), ReleaseWorker(worker)]
+        stay = [w for w in before.workers if w not in self._lost and w not in gone]
         members = tuple(sorted({*stay, *self._joining}))
         self.view = MembershipView(before.number + 1, members, before.servers)
+        self._leaving -= gone
         self._lost, self._joining = {}, {}
         self._answered, self._last_step, self._resumed = {}, {}, {}
         version = self._pace.version if self._pace is not None else 0

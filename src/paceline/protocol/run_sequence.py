@@ -164,7 +164,7 @@ class RunSequence(PhaseSequence):
         ended = history.epoch and not position and self.plan.stop_reason(history, ready.epochs)
         # A run that is resumed at a switch point switches now.
         decision = None if ended else self._record(self._policy.decide(history))
-        if self._lost or self._must_regroup:
+        if self._lost or self._joining or self._departing() or self._must_regroup:
             yield from self._regroup()
         yield from self._enter(decision)
         if ended:  # It was lost in its last evaluation, or while it saved the model.
@@ -249,7 +249,7 @@ class RunSequence(PhaseSequence):
         if self._lost:
             yield from self._regroup()  # Settling needs all workers of the view.
         replies = yield from self._settle()
-        if self._joining:
+        if self._joining or self._departing():
             yield from self._regroup()
         return replies
 
@@ -266,6 +266,8 @@ class RunSequence(PhaseSequence):
         least = WINDOW_BATCHES * history.batch
         history.throughput.begin(self.view.size, history.phase, self._now, idle, least)
         self._send(self._pace.run_to(stop, self._now))
+        if self._joining or self._departing():
+            self._stop_early()
         if not self._pace.drained:
             yield
         history.throughput.end(self._now)

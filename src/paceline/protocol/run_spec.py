@@ -46,7 +46,7 @@ class RunSpec:
         """True if the run can continue without some of its workers."""
         # A custom training loop has consumed a batch that would have to be computed again.
         return (
-            0 < self.min_workers < self.workers
+            self.min_workers > 0
             and not self.custom_loop
             and all(phase.survives_losses for phase in self.strategy.phases)
         )
@@ -128,7 +128,14 @@ class RefuseWorker:
     reason: str
 
 
-Action = OutgoingMessage | EmitEvent | EndRun | InterruptWorker | RefuseWorker
+@dataclass(frozen=True)
+class ReleaseWorker:
+    """Let a worker exit that has left the run."""
+
+    worker: int
+
+
+Action = OutgoingMessage | EmitEvent | EndRun | InterruptWorker | RefuseWorker | ReleaseWorker
 PaceFactory = Callable[[Strategy, PaceContext], Pace]
 PolicyFactory = Callable[[Strategy, RunHorizon], SwitchPolicy]
 

@@ -31,7 +31,13 @@ class FormGroup(Message):
 
 
 class Dismiss(Message):
-    """The run is over: exit."""
+    """The run is over, or continues without this worker: exit."""
+
+
+class LeaveRequested(Message):
+    """A worker that will be terminated asks to leave the run."""
+
+    worker: int
 
 
 class StateOffered(Message):

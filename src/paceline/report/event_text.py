@@ -2,7 +2,12 @@
 
 from paceline.report.number_format import format_number
 from paceline.telemetry import events as ev
-from paceline.telemetry.run_folder import CollectivesNotice, ProcessOutput, RunNotice
+from paceline.telemetry.run_folder import (
+    CollectivesNotice,
+    ListenNotice,
+    ProcessOutput,
+    RunNotice,
+)
 
 
 def describe_event(event: ev.Event) -> str | None:
@@ -60,6 +65,11 @@ def describe_notice(notice: RunNotice) -> str | None:
         case CollectivesNotice() if notice.path != "shared" and notice.reason:
             part = "some gradients" if notice.path == "partly shared" else "gradients"
             return f"shared memory not used for {part}: {notice.reason}"
+        case ListenNotice():
+            return (
+                f"machines join with `paceline join {notice.address} --token-file FILE`; FILE is "
+                f"a copy of {notice.token_file}"
+            )
         case ProcessOutput():
             return f"[{notice.process.replace('-', ' ')}] {notice.line}"
     return None

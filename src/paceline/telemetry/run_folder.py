@@ -186,7 +186,15 @@ class CollectivesNotice:
     reason: str
 
 
-RunNotice = Event | ProcessOutput | CollectivesNotice
+@dataclass(frozen=True, kw_only=True)
+class ListenNotice:
+    """The address at which machines can join the run. Display only: the run folder has it."""
+
+    address: str
+    token_file: Path
+
+
+RunNotice = Event | ProcessOutput | CollectivesNotice | ListenNotice
 """Anything that a display receives while a run is in progress."""
 
 OnEvent = Callable[[RunNotice], None]

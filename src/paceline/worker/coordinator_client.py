@@ -148,7 +148,7 @@ class CoordinatorClient(ViewMember):
             self._clock.enter(WAIT)
             message = self._control.receive()
             self._clock.enter(OTHER)
-            if self._interrupted and not isinstance(message, Regroup):
+            if self._interrupted and not isinstance(message, Regroup | Dismiss):
                 continue  # It belongs to the view that has ended.
             if self._is_fresh and isinstance(message, PlannedSteps | LeaseGranted | Quiesce):
                 self._is_fresh, self._state = False, None

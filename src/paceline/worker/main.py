@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ from typing import IO, NoReturn
 
 from paceline.comm.wire import ControlConnection
 from paceline.errors import DeadlineExceeded, Diverged, PacelineError, PeerLost, UsageError
-from paceline.protocol.messages import ProcessFailing
+from paceline.protocol.messages import LeaveRequested, ProcessFailing
 from paceline.worker.assignment import Assignment, pack_assignment, read_assignment
 from paceline.worker.process_settings import pin, tune_malloc
 
@@ -26,6 +27,8 @@ SERVER_EXIT_S = 5.0
 """Time that the servers of a finished run may take to exit."""
 MARGIN_S = 30.0
 """Margin of waits inside a process over the supervisor's deadline, which names the cause."""
+TERMINATION_GRACE_S = 30.0
+"""Time for a worker that is terminated to finish its work and leave the run."""
 POLL_S = 0.005
 
 
@@ -60,6 +63,8 @@ def run_process(
         pid=os.getpid(),
         timeout_s=wait_s,
     )
+    if assignment.kind == "worker" and assignment.elastic:
+        _leave_on_sigterm(assignment, control)
     code = 1
     try:
         _run(assignment, control, live, wait_s)
@@ -74,6 +79,23 @@ def run_process(
     sys.stderr.flush()
     # Without joining threads of libraries: a peer may be lost in the middle of a collective.
     os._exit(code)
+
+
+def _leave_on_sigterm(assignment: Assignment, control: ControlConnection) -> None:
+    """Makes SIGTERM leave the run when the work is done, or exit after a grace period."""
+
+    def ask() -> None:
+        with contextlib.suppress(PacelineError):
+            control.send(LeaveRequested(assignment.index))
+            time.sleep(TERMINATION_GRACE_S)
+        os._exit(128 + signal.SIGTERM)
+
+    def leave(number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # A second one ends it at once.
+        # In a thread: this one may be sending.
+        threading.Thread(target=ask, daemon=True).start()
+
+    signal.signal(signal.SIGTERM, leave)
 
 
 def _start_servers(

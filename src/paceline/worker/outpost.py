@@ -43,7 +43,7 @@ def run_host_agent(ticket: str, node: str = "") -> None:
     index = fields.pop("index")
     channel = Channel.connect(**fields, peer="the supervisor", timeout_s=CALL_S)
     channel.set_timeout(SILENT_S)
-    outpost = _HostAgent(channel)
+    outpost = HostAgent(channel)
     channel.send(
         {
             "index": index,
@@ -61,20 +61,27 @@ def run_host_agent(ticket: str, node: str = "") -> None:
         outpost.end()
 
 
-class _HostAgent:
+class HostAgent:
+    """Runs programs for the supervisor at the other end of a channel."""
+
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._programs: dict[int, subprocess.Popen[bytes]] = {}
         self._over = threading.Event()
         threading.Thread(target=self._beat, daemon=True).start()
 
-    def obey(self) -> None:
+    def obey(self, show: Callable[[str], None] = print) -> dict[str, Any]:
+        """Executes requests until the last one, which it returns. Raises PeerLost or
+        DeadlineExceeded if the supervisor is gone."""
         while True:
+            head: dict[str, Any]
             head, _ = self._channel.receive()
             do = head["do"]
             if do == "leave":
-                return
-            if do == "open":
+                return head
+            if do == "show":
+                show(str(head["text"]))
+            elif do == "open":
                 self._start(head["id"], head["argv"])
             elif do in ("in", "eof", "kill"):
                 self._pass_on(do, self._programs.get(head["id"]), head)

@@ -166,28 +166,31 @@ class HostAgentListener:
         task = asyncio.current_task()
         assert task is not None
         self._serving.add(task)
-        shell = None
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 handshake = begin_handshake("server", self.token)
                 writer.write(handshake.start())
                 while not handshake.done:
                     writer.write(handshake.feed(await reader.readexactly(handshake.bytes_needed)))
-                hello = await _read(reader)
-            index = int(hello["index"])
-            if not 0 <= index < len(self._shells) or self._shells[index] is not None:
-                raise WireError(f"slot {index} connected twice")
-            shell = HostAgentShell(hello, writer)
-            self._shells[index] = shell
-            self._changed.set()
-            await shell.listen(reader)
+                hello = await read_frame(reader)
+            await self.serve(hello, reader, writer)
         except (WireError, OSError, EOFError, TimeoutError, KeyError, TypeError, ValueError):
             pass  # An unknown peer, or a slot whose machine was lost, which `lose` reports.
         finally:
-            if shell is not None:
-                shell.lose("")
             writer.close()
             self._serving.discard(task)
+
+    async def serve(
+        self, hello: Head, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Serves an authenticated peer until it disconnects."""
+        index = int(hello["index"])
+        if not 0 <= index < len(self._shells) or self._shells[index] is not None:
+            raise WireError(f"slot {index} connected twice")
+        shell = HostAgentShell(hello, writer)
+        self._shells[index] = shell
+        self._changed.set()
+        await shell.listen(reader)
 
     async def close(self) -> None:
         for shell in self._shells:
@@ -202,7 +205,7 @@ class HostAgentListener:
             self._server.close()
 
 
-async def _read(reader: asyncio.StreamReader) -> Head:
+async def read_frame(reader: asyncio.StreamReader) -> Head:
     header = await reader.readexactly(HEADER.size)
     head_bytes, _ = unpack_header(header, max_body=0)
     head = unpack_head(await reader.readexactly(head_bytes))
@@ -224,6 +227,8 @@ class HostAgentShell(Shell):
         self._programs: dict[int, HostAgentStreams] = {}
         self._next = 0
         self._gone = False
+        self.on_leave: Callable[[], None] = lambda: None
+        """Called when the machine asks to leave the run."""
         self._beating = asyncio.create_task(self._beat())
 
     @property
@@ -247,14 +252,19 @@ class HostAgentShell(Shell):
 
     async def listen(self, reader: asyncio.StreamReader) -> None:
         """Reads frames until the host agent disconnects or is silent for too long."""
-        while True:
-            async with asyncio.timeout(SILENT_S):
-                head = await _read(reader)
-            program = self._programs.get(head.get("id", 0))
-            if program is not None:
-                program.take(head)
-                if "end" in head:
-                    del self._programs[program.number]
+        try:
+            while True:
+                async with asyncio.timeout(SILENT_S):
+                    head = await read_frame(reader)
+                if head.get("leave"):
+                    self.on_leave()
+                program = self._programs.get(head.get("id", 0))
+                if program is not None:
+                    program.take(head)
+                    if "end" in head:
+                        del self._programs[program.number]
+        finally:
+            self.lose("")
 
     async def _beat(self) -> None:
         with suppress(OSError, EOFError):
@@ -270,9 +280,14 @@ class HostAgentShell(Shell):
             program.take({"end": None, "why": self.why_lost})
         self._programs.clear()
 
-    async def close(self) -> None:
+    async def show(self, text: str) -> None:
+        """Shows a line to the user of the machine."""
         with suppress(OSError, EOFError):
-            await self.send({"do": "leave"})
+            await self.send({"do": "show", "text": text})
+
+    async def close(self, reason: str = "", *, refused: bool = False) -> None:
+        with suppress(OSError, EOFError):
+            await self.send({"do": "leave", "why": reason, "refused": refused})
 
 
 class HostAgentStreams:

@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 from paceline.cluster.pool import Host
-from paceline.cluster.ssh import SshTimeouts
-from paceline.launch.hosts import RemoteHost, connect_hosts
+from paceline.cluster.pool_file import load_pool
+from paceline.cluster.ssh import SshTimeouts, open_shell
+from paceline.errors import HostError, UsageError
+from paceline.launch.hosts import RemoteHost, connect_hosts, find_python
 from paceline.launch.project import ProjectBundle
 from paceline.launch.remote_launcher import RemoteLauncher
 
@@ -32,6 +35,8 @@ class SshLauncher(RemoteLauncher):
         self.hosts += [host for host in servers_on if host.host not in names]
         names = [host.host for host in self.hosts]
         self._server_sites = [names.index(host.host) for host in servers_on]
+        self._pool_file: tuple[Path, float] | None = None
+        self._known_hosts = set(names)
 
     @property
     def worker_hosts(self) -> list[Host]:
@@ -65,6 +70,37 @@ class SshLauncher(RemoteLauncher):
         if kind == "server":
             return self._server_sites[index % len(self._server_sites)]
         return self._seats[index]
+
+    def watch(self, pool_file: Path) -> None:
+        """Lets hosts that are added to the pool file join a run in progress."""
+        self._pool_file = (pool_file, pool_file.stat().st_mtime)
+        self._known_hosts |= {host.host for host in load_pool(pool_file).pool.hosts}
+
+    async def find_new_hosts(self) -> list[RemoteHost]:
+        if self._pool_file is None:
+            return []
+        path, seen = self._pool_file
+        try:
+            if (changed := path.stat().st_mtime) == seen:
+                return []
+            hosts = load_pool(path).pool.hosts
+        except (OSError, UsageError) as error:
+            # It is being edited; the run must not end for that.
+            self.project_bundle.on_progress(f"{path} cannot be read: {error}")
+            return []
+        self._pool_file = (path, changed)
+        found = []
+        for host in hosts:
+            if host.host in self._known_hosts:
+                continue
+            self._known_hosts.add(host.host)
+            try:
+                shell = await open_shell(host, self._patience)
+            except HostError as error:
+                self.project_bundle.on_progress(f"{host.host} cannot join: {error}")
+            else:
+                found.append(RemoteHost(host, shell, python=find_python(host, shell)))
+        return found
 
     async def connect(self, stack: AsyncExitStack) -> list[RemoteHost]:
         names = ", ".join(host.host for host in self.hosts)

@@ -1,0 +1,94 @@
+"""Workers that come to a run in progress, and those that leave it before its end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.errors import PacelineError, UsageError
+from paceline.launch.launcher import LaunchedProcess
+from paceline.protocol.coordinator import Coordinator
+from paceline.protocol.run_spec import Action
+from paceline.worker.assignment import Assignment
+
+
+@dataclass(kw_only=True, eq=False)
+class Attendance:
+    """Decides who may come and go, and gives new workers their number and assignment."""
+
+    coordinator: Coordinator
+    parents: Sequence[int | None]
+    """Workers that started the servers; None for a server that was launched."""
+    processes: dict[str, LaunchedProcess]
+    has_live_job: bool
+    now: Callable[[], float]
+    launch: Callable[[Assignment], Awaitable[None]]
+    carry_out: Callable[[list[Action]], None]
+    log: Callable[[str], None]
+    assignments: dict[int, Assignment] = field(default_factory=dict)
+    """Assignments of all workers so far."""
+
+    def make_assignments(self, common: Mapping[str, Any]) -> Iterator[Assignment]:
+        """The assignment of each process; servers without a parent worker come first."""
+        for server, parent in enumerate(self.parents):
+            if parent is None:
+                yield Assignment(kind="server", index=server, **{**common, "job": None})
+        for rank in range(self.coordinator.plan.workers):
+            self.assignments[rank] = Assignment(
+                kind="worker",
+                index=rank,
+                servers=tuple(s for s, parent in enumerate(self.parents) if parent == rank),
+                has_live_job=self.has_live_job,
+                **common,
+            )
+            yield self.assignments[rank]
+
+    def why_not_join(self, count: int) -> str | None:
+        """Returns why this many further workers cannot join; None if they can."""
+        if self.has_live_job:
+            return "its job contains live objects, which only the program that started it has"
+        workers = sum(who.startswith("worker-") for who in self.processes) + count
+        strategy, batch = self.coordinator.plan.strategy, self.coordinator.history.batch
+        try:
+            strategy.check_workers(workers)
+            if batch > 0:  # It is known when the first worker is ready.
+                strategy.check_batch(batch, workers)
+        except UsageError as error:
+            return str(error)
+        return None
+
+    async def start_guest(self, take_place: Callable[[int], None]) -> int:
+        """Starts a new worker, which then joins the run; returns its number.
+
+        `take_place` receives the number before the process is started.
+        """
+        worker = max(self.assignments) + 1
+        update = {"index": worker, "servers": (), "checkpoint": None, "joins": 1}
+        self.assignments[worker] = self.assignments[0].model_copy(update=update)
+        self.coordinator.members.add(worker, self.now())
+        take_place(worker)
+        await self.launch(self.assignments[worker])
+        return worker
+
+    async def restart(self, worker: int, delay_s: float) -> None:
+        """Starts a lost worker again, which then joins the run."""
+        await asyncio.sleep(delay_s)
+        update = {"joins": self.assignments[worker].joins + 1, "servers": (), "checkpoint": None}
+        self.assignments[worker] = self.assignments[worker].model_copy(update=update)
+        try:
+            await self.launch(self.assignments[worker])
+        except PacelineError as error:
+            self.log(f"worker {worker} could not be restarted: {error}")
+        else:
+            self.coordinator.members.add(worker, self.now())
+
+    def retire(self, worker: int) -> str | None:
+        """Lets a worker leave at the next quiesce; returns why it cannot."""
+        why = self.coordinator.why_not_leave(worker)
+        if worker in self.parents:
+            why = f"worker {worker} cannot leave: the run needs the parameter server on its machine"
+        if why is None:
+            self.carry_out(self.coordinator.retire(worker, self.now()))
+        return why
