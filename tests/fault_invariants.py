@@ -75,6 +75,41 @@ class SampleAudit(WeightsBackend, WeightUpdates):
         return name
 
 
+class ElasticAudit(SampleAudit):
+    """Counts samples when they are applied, and returns to what was complete after a loss."""
+
+    def __init__(self, seen: Counter[tuple[int, int]]) -> None:
+        super().__init__(seen)
+        self._pushed: dict[tuple[int, int], list[Lease]] = {}
+
+    def enter(self, *args: Any, **settings: Any) -> WeightUpdates:
+        self._pushed.clear()  # Gradients of lost workers remain.
+        return self
+
+    def compute(self, worker: int, lease: Lease) -> StepOutcome:
+        return NOTHING
+
+    def push(self, worker: int, lease: Lease, handle: int) -> None:
+        self._pushed[worker, handle] = [lease]
+
+    def push_group(
+        self, members: Sequence[int], leases: Sequence[Lease], handle: int
+    ) -> list[StepOutcome]:
+        self._pushed[members[0], handle] = list(leases)
+        return [NOTHING for _ in members]
+
+    def apply(self, order: ApplyUpdate, factor: float) -> None:
+        for part in order.parts:
+            self._count(self._pushed.pop((part.worker, part.handle)))
+
+    def recover_state(self) -> Any:
+        return self.seen.copy()
+
+    def regroup(self, workers: Sequence[int], kept: Sequence[int | None], state: Any) -> None:
+        if state is not None:
+            self.seen = state.copy()
+
+
 class InvariantChecker:
     """Checks the invariants after every message that the coordinator has handled."""
 
@@ -82,7 +117,7 @@ class InvariantChecker:
         self._simulator, self._spec = simulator, spec
         self._samples = simulator.coordinator.history.samples
         self._now = 0.0
-        self._updates = 0
+        self._updates = self._view = 0
         simulator.observers.append(self._check)
 
     def _check(self, now: float) -> None:
@@ -91,7 +126,10 @@ class InvariantChecker:
         self._now = now
         simulator = self._simulator
         history = simulator.coordinator.history
-        if history.samples < self._samples or history.updates < self._updates:
+        view = history.views[-1].number if history.views else 0
+        if view != simulator.coordinator.view.number or view != self._view:
+            self._view = view  # What was incomplete when the view ended is repeated.
+        elif history.samples < self._samples or history.updates < self._updates:
             raise Violation("samples or updates went down")
         self._samples, self._updates = history.samples, history.updates
         total = simulator.work.samples * simulator.work.epochs

@@ -4,7 +4,8 @@
     python tests/fault_schedules.py "strategy=ps workers=3 ..." replay one
 
 A message may be delayed, duplicated or lost (then its connection is broken and the run fails);
-machines crash. A failed run is resumed from its last checkpoint, on the machines available then.
+machines crash. An elastic run continues without them, and they may return; any other failed run is
+resumed from its last checkpoint, on the machines available then.
 The invariants are checked at every event; at the end every sample of every epoch must have been
 trained exactly once in the final history.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import math
 import random
 import sys
 from collections import Counter
@@ -22,8 +24,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from fault_invariants import InvariantChecker, SampleAudit, Violation
-from paceline.cluster.pool import Host, Jitter, Pool
+from fault_invariants import ElasticAudit, InvariantChecker, SampleAudit, Violation
+from paceline.cluster.pool import DownPeriod, Host, Jitter, Pool
 from paceline.errors import SpecError
 from paceline.plan.cost_model import Workload
 from paceline.protocol.history import CoordinatorMemory
@@ -34,6 +36,7 @@ from paceline.specs.schedule import Constant
 from paceline.specs.strategy import Strategy
 from paceline.strategies.registry import make_switch_policy, parse_strategy
 from paceline.twin.simulator import Simulator
+from paceline.twin.strategy_simulation import StrategySimulation
 from paceline.twin.timeline import Callback
 
 FAULTS = ("delay", "repeat", "lose", "die")
@@ -80,13 +83,15 @@ class FaultCase:
     """Samples between checkpoints; 0 disables them."""
     faults: tuple[str, ...]
     seed: int
+    elastic: bool = False
+    """The run continues with one worker, and lost workers return."""
 
     def __str__(self) -> str:
         faults = ",".join(self.faults) or "none"
         return (
             f"workers={self.workers} samples={self.samples} batch={self.batch} "
             f"epochs={self.epochs} clip={int(self.clip)} every={self.every} faults={faults} "
-            f"seed={self.seed} strategy={self.strategy}"
+            f"seed={self.seed} elastic={int(self.elastic)} strategy={self.strategy}"
         )
 
     @classmethod
@@ -98,6 +103,7 @@ class FaultCase:
         return cls(
             strategy=strategy.strip(),
             clip=values["clip"] == "1",
+            elastic=values.get("elastic") == "1",
             every=int(values["every"]),
             faults=faults,
             **numbers,
@@ -138,41 +144,65 @@ class FaultySimulator(Simulator):
         super().__init__(*args, **settings)
         self._rng, self._faults = rng, faults
         self._last: dict[object, float] = {}
-        self._broken: set[int] = set()
-        """Workers whose control connection is broken."""
+        self.failures.expected |= "lose" in faults
 
-    def send(self, worker: int, message: Message, at_s: float) -> None:
-        if worker in self.dead or self._loses(worker):
+    def send(
+        self, worker: int, message: Message, at_s: float, by: StrategySimulation | None = None
+    ) -> None:
+        number, view = self.members[worker], self.view
+        if number in self.failures.died_at or self._loses(number):
             return
-        arrives, handle = at_s + self.fleet.latency[worker], partial(self.handle, message)
-        self._deliver(("up", worker), arrives, handle)
+
+        def arrive(now: float) -> None:
+            if self.is_sent(number, at_s, by):
+                self.handle(message, now, view)
+
+        arrives = at_s + self.fleet.latency[worker]
+        self._deliver(("up", number), arrives, arrive)
         if "repeat" in self._faults and self._rng.random() < self.TWICE:
-            self._deliver(("up", worker), arrives + self._rng.expovariate(2.0), handle)
+            self._deliver(("up", number), arrives + self._rng.expovariate(2.0), arrive)
 
-    def send_push(self, worker: int, message: Message, at_s: float, gradient: Callback) -> None:
-        if worker not in self.dead:
-            self._deliver(("push", worker), at_s + self.fleet.latency[worker], gradient)
-            self.send(worker, message, at_s)
+    def send_push(
+        self,
+        worker: int,
+        message: Message,
+        at_s: float,
+        gradient: Callback,
+        by: StrategySimulation | None = None,
+    ) -> None:
+        number = self.members[worker]
 
-    def receive(self, worker: int, message: Message, now: float) -> None:
-        if not self._loses(worker):
-            self._deliver(("down", worker), now, partial(super().receive, worker, message))
+        def arrive(now: float) -> None:
+            if self.is_sent(number, at_s, by):
+                gradient(now)
+
+        if number not in self.failures.died_at:
+            self._deliver(("push", number), at_s + self.fleet.latency[worker], arrive)
+            self.send(worker, message, at_s, by)
+
+    def receive(self, number: int, message: Message, now: float) -> None:
+        if number in self.failures.died_at or self._loses(number):
+            return
+        start, deliver = self.failures.starts_of(number), super().receive
+
+        def arrive(at_s: float) -> None:
+            if self.failures.starts_of(number) == start:
+                deliver(number, message, at_s)
+
+        self._deliver(("down", number), now, arrive)
 
     def order(self, message: Message, now: float) -> None:
-        obey = partial(self.simulation.on_order, message)
+        obey = partial(self.views.serving.on_order, message)
         self._deliver("order", now, obey)
         if "repeat" in self._faults and self._rng.random() < self.TWICE:
             self._deliver("order", now + self._rng.expovariate(2.0), obey)
 
-    def _loses(self, worker: int) -> bool:
+    def _loses(self, number: int) -> bool:
         """A lost message means a broken connection: nothing passes it afterwards."""
-        if worker in self._broken:
-            return True
-        if "lose" in self._faults and self._rng.random() < self.LOST:
-            self._broken.add(worker)
-            self.fail_later(f"worker {worker} was lost", self.timeline.now)
-            return True
-        return False
+        if "lose" not in self._faults or self._rng.random() >= self.LOST:
+            return False
+        self.failures.end_worker(number, f"worker {number} was lost", self.timeline.now)
+        return True
 
     def _deliver(self, connection: object, at_s: float, callback: Callback) -> None:
         if "delay" in self._faults and self._rng.random() < self.LATE:
@@ -197,6 +227,7 @@ def draw_case(seed: int) -> FaultCase:
             every=rng.choice((0, 7, 19)),
             faults=tuple(f for f in FAULTS if rng.random() < 0.5),
             seed=seed,
+            elastic=rng.random() < 0.5,
         )
         if case.is_valid:
             return case
@@ -265,24 +296,38 @@ def run_until_failure(
                 host=f"m{index}",
                 cores=2,
                 speed=rng.choice((0.3, 1.0, 1.0, 2.0)),
-                fails_at_s=rng.expovariate(0.5) if dies else None,
+                down=(draw_failure(rng, case.elastic),) if dies else (),
+                startup_s=rng.expovariate(1.0),
             )
         )
     pool = Pool(hosts=tuple(hosts), jitter=Jitter(cv=0.5))
-    audit = SampleAudit(seen)
+    audit = ElasticAudit(seen) if case.elastic else SampleAudit(seen)
     plan = RunSpec(
         strategy=spec,
         workers=workers,
         clip=1.0 if case.clip else None,
         checkpoint_samples=case.every or None,
+        min_workers=1 if case.elastic else 0,
     )
     seed = rng.randrange(2**31)
     simulator = FaultySimulator(
-        plan, pool, work, audit, seed=seed, memory=copy.deepcopy(memory), rng=rng, faults=faults
+        *(plan, pool, work, audit),
+        seed=seed,
+        memory=copy.deepcopy(memory),
+        rng=rng,
+        faults=faults,
+        restarts=3,
     )
     InvariantChecker(simulator, spec)
     end = simulator.run()
     return audit, end.status, end.error or ""
+
+
+def draw_failure(rng: random.Random, returns: bool) -> DownPeriod:
+    """Returns when a machine fails; if it returns, up to 30 seconds later."""
+    from_s = rng.expovariate(0.5)
+    to_s = from_s + rng.uniform(0.1, 30.0) if returns and rng.random() < 0.7 else math.inf
+    return DownPeriod(from_s=from_s, to_s=to_s)
 
 
 # ---- shrinking --------------------------------------------------------------------------------
@@ -309,6 +354,8 @@ def simpler_cases(case: FaultCase) -> Iterator[FaultCase]:
         yield dataclasses.replace(case, clip=False)
     if case.every:
         yield dataclasses.replace(case, every=0)
+    if case.elastic:
+        yield dataclasses.replace(case, elastic=False)
     for name, minimum in (("epochs", 1), ("workers", 1), ("samples", 1), ("batch", 1)):
         now = getattr(case, name)
         for value in sorted({minimum, (minimum + now) // 2, now - 1}):

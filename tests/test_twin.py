@@ -236,7 +236,7 @@ def test_a_machine_that_dies_ends_the_run_and_is_named() -> None:
     for strategy in ("allreduce", "ps"):
         world = play(strategy, Pool(hosts=hosts), Workload(**{**vars(WORK), "epochs": 10_000}))
         assert world.end is not None
-        assert (world.end.status, world.timeline.now) == ("failed", pytest.approx(1.01))
+        assert (world.end.status, world.timeline.now) == ("failed", pytest.approx(10.01))
         assert "worker 1 (bad) died" in str(world.end.error)
 
 

@@ -8,7 +8,7 @@ from pydantic import Field
 from paceline.cli.commands import CommonOptions, JobFile, command, refer_to_options, split_list
 from paceline.errors import UsageError
 from paceline.job import Job, JobRef
-from paceline.launch.settings import SlowdownSettings
+from paceline.launch.settings import ElasticSettings, SlowdownSettings
 from paceline.options import RUN, Option, settings, settings_to_plain
 from paceline.twin.clusters import TwinSettings
 
@@ -44,6 +44,7 @@ def twin(
     options: TwinCommandOptions,
     common: CommonOptions,
     machines: TwinSettings,
+    elastic: ElasticSettings,
     fields: Job,
     slowdowns: SlowdownSettings,
 ) -> int:
@@ -90,12 +91,18 @@ def twin(
         pool=pool,
         workers=count,
         servers_on=servers_on,
+        min_workers=elastic.min_workers,
+        restarts=elastic.restarts,
         depth=machines.depth,
         slowdowns=slowdowns.parse(count),
         faults=slowdowns.fault,
         threads=options.threads,
         force=options.force,
-        settings={**settings_to_plain(machines), **settings_to_plain(slowdowns)},
+        settings={
+            **settings_to_plain(machines),
+            **settings_to_plain(elastic),
+            **settings_to_plain(slowdowns),
+        },
     )
     if len(chosen) > 1 or options.seeds > 1:
         given = split_list(strategy)

@@ -48,6 +48,19 @@ def slowness_at(periods: tuple[SlowPeriod, ...], now: float) -> float:
     return math.prod(p.factor for p in periods if p.from_s <= now < p.to_s)
 
 
+class DownPeriod(_Strict):
+    """Period of a simulated run in which a machine does not exist."""
+
+    from_s: float = Field(ge=0, allow_inf_nan=False)
+    to_s: float = Field(default=float("inf"), gt=0)
+
+    @model_validator(mode="after")
+    def _check_order(self) -> DownPeriod:
+        if self.from_s >= self.to_s:
+            raise ValueError(f"from_s {self.from_s:g} must be less than to_s {self.to_s:g}")
+        return self
+
+
 class Link(_Strict):
     """Network link of a machine, the same in both directions."""
 
@@ -145,6 +158,8 @@ class Host(_Strict):
     jitter: Jitter | None = None
     slow: tuple[SlowPeriod, ...] = ()
     fails_at_s: float | None = Field(default=None, ge=0)
+    down: tuple[DownPeriod, ...] = ()
+    """Failures in simulated runs: the machine is gone at `from_s`, and returns at `to_s`."""
 
     @field_validator("host", "user")
     @classmethod
@@ -187,6 +202,12 @@ class Pool(_Strict):
     """Rate at which a server applies gradients, for models without a measured update."""
     control_ms: float = Field(default=0.05, ge=0, allow_inf_nan=False)
     """Time that the coordinator needs per report."""
+    regroup_s: float = Field(default=0.1, ge=0, allow_inf_nan=False)
+    """Time that the workers of a new view need to connect, excluding the transfer of the state."""
+    mtbf_s: float | None = Field(default=None, gt=0)
+    """Mean time between two failures of a machine in simulated runs, exponentially distributed."""
+    repair_s: float = Field(default=600.0, ge=0, allow_inf_nan=False)
+    """Time until a machine that has failed returns, in simulated runs."""
 
     @model_validator(mode="after")
     def _check_names(self) -> Pool:

@@ -43,7 +43,26 @@ def parse_min_workers(value: object) -> object:
 
 
 @settings(RUN)
-class ProcessSettings:
+class ElasticSettings:
+    """Settings of runs that continue without lost workers, real or simulated."""
+
+    min_workers: Annotated[
+        int | None, BeforeValidator(parse_min_workers), Option(metavar="N|all", default="all")
+    ] = None
+    """Continue without workers that are lost, as long as this many remain; all: the first loss
+    ends the run."""
+    restarts: Annotated[int, Option(metavar="N")] = 3
+    """Start a lost worker again, up to this often; requires --min-workers."""
+
+    def __post_init__(self) -> None:
+        if self.min_workers is not None and self.min_workers < 1:
+            raise UsageError(f"--min-workers must be at least 1, got {self.min_workers}")
+        if self.restarts < 0:
+            raise UsageError(f"--restarts must be at least 0, got {self.restarts}")
+
+
+@settings(RUN)
+class ProcessSettings(ElasticSettings):
     """Settings of the processes of a run, which apply equally to several runs of a comparison."""
 
     threads: Annotated[int | None, Option(default="cores / workers")] = None
@@ -52,23 +71,13 @@ class ProcessSettings:
     """Pin each worker to its own CPU cores."""
     timeout_s: Annotated[float, Option(metavar="SECONDS")] = DEFAULT_TIMEOUT_S
     """Stop the run if a worker makes no progress for this long."""
-    min_workers: Annotated[
-        int | None, BeforeValidator(parse_min_workers), Option(metavar="N|all", default="all")
-    ] = None
-    """Continue without workers that are lost, as long as this many remain; all: the first loss
-    ends the run."""
-    restarts: Annotated[int, Option(metavar="N")] = 3
-    """Start a lost worker again, up to this often; requires --min-workers."""
     telemetry: bool = True
     """Record each step, resource usage and bottlenecks; otherwise only totals are recorded."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.threads is not None and self.threads < 1:
             raise UsageError(f"--threads must be at least 1, got {self.threads}")
-        if self.min_workers is not None and self.min_workers < 1:
-            raise UsageError(f"--min-workers must be at least 1, got {self.min_workers}")
-        if self.restarts < 0:
-            raise UsageError(f"--restarts must be at least 0, got {self.restarts}")
         if self.timeout_s < MIN_TIMEOUT_S:
             raise UsageError(
                 f"--timeout must be at least {MIN_TIMEOUT_S:g} s, got {self.timeout_s:g}: "

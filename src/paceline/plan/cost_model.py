@@ -57,6 +57,11 @@ class Workload:
     def bytes(self) -> int:
         return self.parameters * self.item_bytes
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the weights and of the optimizer's state."""
+        return self.bytes * (1 + self.slots)
+
 
 def find_measured(host: Host, model: str) -> StepCost | None:
     return host.measured.get(model) or host.measured.get("any")

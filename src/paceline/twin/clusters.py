@@ -37,6 +37,14 @@ class TwinSettings:
     """Remove a worker. Repeatable."""
     bandwidth: Annotated[float, Option(metavar="FACTOR"), Field(gt=0, allow_inf_nan=False)] = 1.0
     """Multiply the bandwidth of every link by this factor."""
+    mtbf_s: Annotated[
+        float | None, Option(metavar="SECONDS", default="never"), Field(gt=0, allow_inf_nan=False)
+    ] = None
+    """Mean time between two failures of a machine; they are exponentially distributed."""
+    repair_s: Annotated[
+        float | None, Option(metavar="SECONDS", default="600"), Field(ge=0, allow_inf_nan=False)
+    ] = None
+    """Time until a machine that has failed returns."""
     write_cluster: Annotated[Path | None, Option(metavar="FILE")] = None
     """Write the simulated machines to a pool file."""
     depth: Literal["learn", "cost"] = "learn"
@@ -62,6 +70,8 @@ def resolve_cluster(machines: TwinSettings, job: Callable[[], JobRef], workers: 
         if workers is not None and workers < 1:
             raise UsageError(f"--workers must be at least 1, got {workers}")
         pool = probe_machine(job().resolve(), workers or 2)
+    given = {"mtbf_s": machines.mtbf_s, "repair_s": machines.repair_s}
+    pool = pool.model_copy(update={k: v for k, v in given.items() if v is not None})
     return apply_what_if(pool, without=machines.without, bandwidth=machines.bandwidth)
 
 

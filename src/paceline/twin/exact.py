@@ -17,6 +17,7 @@ from paceline.codecs.compressor import Compressor, reference_sum
 from paceline.codecs.spec import Codec
 from paceline.comm.buckets import plan_layout
 from paceline.protocol.messages import Lease
+from paceline.state import Section
 from paceline.strategies.runner import NORMS_EVERY, step_optimizer
 from paceline.twin.updates import EMPTY, StepOutcome, WeightUpdates
 
@@ -76,9 +77,15 @@ class ExactUpdate(WeightUpdates):
         self._steps += 1
         return outcomes
 
-    def export(self) -> None:
+    def recover_state(self) -> Section:
+        return self._backend.copy_state()
+
+    def keep_local_state(self) -> None:
         if self._coded is not None:
             self._coded.store_residuals()
+
+    def export(self) -> None:
+        self.keep_local_state()
 
 
 def _sq_norm(parameters: list[torch.nn.Parameter]) -> float:

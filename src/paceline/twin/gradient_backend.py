@@ -6,7 +6,7 @@ state and BatchNorm statistics.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from paceline.worker.job_builder import (
     choose_device,
 )
 from paceline.worker.run_files import save_weights
-from paceline.worker.session import RANK_STRIDE
+from paceline.worker.session import JOIN_STRIDE, RANK_STRIDE
 
 
 class PerWorkerState:
@@ -56,6 +56,26 @@ class PerWorkerState:
         self._kept: list[list[torch.Tensor]] = []
         self._samples = [0] * workers
         self.copy_to_all()
+
+    def select(self, workers: Sequence[int], kept: Sequence[int | None], seed: int) -> None:
+        """Continues with other workers: those at `kept` ranks, and new ones for None.
+
+        Buffers are averaged over the workers that remain.
+        """
+        active = torch.get_rng_state()
+        if self._single:
+            self.rng[0] = active
+        rng = []
+        for worker, rank in zip(workers, kept, strict=True):
+            if rank is None:
+                torch.manual_seed(seed + worker * RANK_STRIDE)
+            rng.append(torch.get_rng_state() if rank is None else self.rng[rank])
+        stay = [rank for rank in kept if rank is not None]
+        self._kept = [self._kept[rank] for rank in stay] if self._kept else []
+        self._samples = [self._samples[rank] for rank in stay]
+        self.rng, self._single = rng, len(workers) == 1
+        torch.set_rng_state(rng[0])
+        self.average()
 
     def copy_to_all(self) -> None:
         """Copies the model's buffers to all workers."""
@@ -123,6 +143,8 @@ class GradientBackend(WeightsBackend):
         self.residuals: list[dict[str, torch.Tensor]] = [{} for _ in range(workers)]
         """Codec residuals per worker, as `residual/<parameter>`; kept across a switch."""
         self._updates = WeightUpdates()
+        self._joins = 0
+        """Workers that have joined so far."""
         self._fallback: Section | None = None
         self._best: Section | None = None
         self._checkpoints, self._keep_checkpoints = checkpoints, keep
@@ -168,15 +190,31 @@ class GradientBackend(WeightsBackend):
         kept = self._best if best else self._fallback
         if restore and kept is not None:
             self.load(kept)
-        self._fallback = self._copy_state() if keep else None
+        self._fallback = self.copy_state() if keep else None
         self._updates = simulation(strategy).updates(strategy, self, groups)
         return self._updates
 
+    def regroup(
+        self, workers: Sequence[int], kept: Sequence[int | None], state: Section | None
+    ) -> None:
+        self._updates.keep_local_state()
+        self._updates.close()
+        self._updates = WeightUpdates()
+        self.workers = len(workers)
+        self.residuals = [{} if rank is None else self.residuals[rank] for rank in kept]
+        self._losses = [
+            DivergenceDetector() if rank is None else self._losses[rank] for rank in kept
+        ]
+        if state is not None:
+            load_into_model(state, self.replica.model, self.replica.optimizer)
+        self._joins += sum(rank is None for rank in kept)
+        self.per_worker.select(workers, kept, self.seed + self._joins * JOIN_STRIDE)
+
     def keep(self) -> None:
         self._updates.export()
-        self._best = self._copy_state()
+        self._best = self.copy_state()
 
-    def _copy_state(self) -> Section:
+    def copy_state(self) -> Section:
         return copy_section(state_from_model(self.replica.model, self.replica.optimizer))
 
     def load(self, section: Section) -> None:

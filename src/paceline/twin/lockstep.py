@@ -4,8 +4,11 @@ A strategy's `simulate` module subclasses `LockstepSimulation` and defines what 
 gradients of a step (`finish_step`) and, if the model is split, their duration (`compute_step`).
 """
 
+import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections import Counter, deque
+from collections.abc import Callable
 from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Generic
@@ -17,7 +20,8 @@ from paceline.protocol.balance import split_batch
 from paceline.protocol.messages import Lease, PlannedSteps, StepsApplied, StepStats
 from paceline.specs.strategy import WorkerGroups
 from paceline.twin.machines import Floats
-from paceline.twin.simulator import Simulator, StrategySimulation, StrategyT
+from paceline.twin.simulator import Simulator
+from paceline.twin.strategy_simulation import CompleteState, StrategySimulation, StrategyT
 from paceline.twin.updates import StepOutcome
 
 REPORT_S = 0.5
@@ -31,7 +35,7 @@ class LockstepSimulation(StrategySimulation, ABC, Generic[StrategyT]):
     def __init__(self, spec: StrategyT, simulator: Simulator, groups: WorkerGroups) -> None:
         self.spec = spec
         self.simulator = simulator
-        self.workers = simulator.plan.workers
+        self.workers = simulator.size
         self.exchange_bytes = self.bytes_per_exchange() if self.workers > 1 else 0.0
         self._allreduce_s = lru_cache(MAX_CACHED_SPLITS)(
             partial(allreduce_s, simulator.pool, simulator.fleet.hosts, algorithm=self.algorithm())
@@ -45,6 +49,10 @@ class LockstepSimulation(StrategySimulation, ABC, Generic[StrategyT]):
         self._start = 0
         self._reported = 0.0
         self._split = lru_cache(MAX_CACHED_SPLITS)(self.cut_batch)
+        self._complete: deque[tuple[float, CompleteState]] = deque()
+        """The last complete update, and those in progress, with the time of their end."""
+        self._steps_ended: deque[tuple[float, int]] = deque()
+        """Time at which the first worker has ended a step, and the samples of the run up to it."""
         self._reset_report()
 
     # ---- for strategies -----------------------------------------------------------------------
@@ -65,6 +73,11 @@ class LockstepSimulation(StrategySimulation, ABC, Generic[StrategyT]):
         """Returns when each worker has its gradient, and how long it computed."""
         ends = self.simulator.fleet.compute_all(self.free, shares, epoch)
         return ends, ends - self.free
+
+    @property
+    def has_complete_state(self) -> bool:
+        """True if all workers hold the result of all steps so far."""
+        return True
 
     @abstractmethod
     def finish_step(self, ends: Floats, busy: Floats) -> None:
@@ -116,6 +129,35 @@ class LockstepSimulation(StrategySimulation, ABC, Generic[StrategyT]):
             self._reported = now
             self._schedule_step()
 
+    # ---- losses -------------------------------------------------------------------------------
+
+    def settle(self, state: CompleteState) -> None:
+        super().settle(state)
+        self._complete.clear()
+        self._steps_ended.clear()
+        self._complete.append((-math.inf, state))
+
+    def lose(self, worker: int, now: float) -> None:
+        """All others wait for a lost worker in the exchange of this step."""
+        self.halt(now)
+
+    def recover(
+        self, version: int, now: float, then: Callable[[float, CompleteState], None]
+    ) -> None:
+        state = next(s for at_s, s in reversed(self._complete) if at_s <= self.halted_at)
+        ended = [samples for at_s, samples in self._steps_ended if at_s <= self.halted_at]
+        then(now, dataclasses.replace(state, reached=max([state.samples, *ended])))
+
+    def _note_step(self, samples: int, now: float) -> None:
+        """Keeps the state after a step, if a loss may return to it."""
+        self._steps_ended.append((float(self.free.min()), samples))
+        if self.has_complete_state:
+            state = CompleteState(samples, samples, self.simulator.updates.recover_state())
+            self._complete.append((float(self.free.max()), state))
+        for kept in (self._steps_ended, self._complete):
+            while len(kept) > 1 and kept[1][0] <= now:
+                kept.popleft()
+
     # ---- one step -----------------------------------------------------------------------------
 
     def _schedule_step(self) -> None:
@@ -123,6 +165,8 @@ class LockstepSimulation(StrategySimulation, ABC, Generic[StrategyT]):
 
     def _step(self, now: float) -> None:
         """One global batch on all workers; schedules the next one for when it is finished."""
+        if now > self.halted_at:
+            return
         simulator, plan = self.simulator, self._plans[0]
         start, stop = self._start, min(self._start + plan.batch, plan.stop)
         cuts = self._split(stop - start, plan.batch_weights)
@@ -154,6 +198,8 @@ class LockstepSimulation(StrategySimulation, ABC, Generic[StrategyT]):
         if late is not None:
             clocks["comm_exposed"] += late
         simulator.joint_steps += 1
+        if simulator.failures.expected:
+            self._note_step(plan.epoch * simulator.work.samples + stop, now)
         self._start = stop
         self._continue(plan, stop)
 
@@ -184,7 +230,7 @@ class LockstepSimulation(StrategySimulation, ABC, Generic[StrategyT]):
             message = StepsApplied(
                 worker, epoch, position, self.simulator.steps_of(worker), self._stats(worker)
             )
-            self.simulator.send(worker, message, float(self.free[worker]))
+            self.simulator.send(worker, message, float(self.free[worker]), self)
         self._reset_report()
 
     def _stats(self, worker: int) -> StepStats:

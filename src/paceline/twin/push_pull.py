@@ -1,7 +1,9 @@
 """Simulation of push/pull strategies: workers pull weights, compute and push at their own pace."""
 
+import dataclasses
 from array import array
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -15,7 +17,8 @@ from paceline.protocol.messages import (
     StepStats,
 )
 from paceline.protocol.shard import ServerShard, ShardAction, StepOptimizer, SumGradients
-from paceline.twin.simulator import Simulator, StrategySimulation
+from paceline.twin.simulator import Simulator
+from paceline.twin.strategy_simulation import CompleteState, StrategySimulation
 from paceline.twin.timeline import Callback, FifoResource
 from paceline.twin.updates import EMPTY, StepOutcome
 
@@ -90,7 +93,7 @@ class PushPullSimulation(StrategySimulation):
         self.simulator = simulator
         self.fleet = simulator.fleet
         self.rules = rules
-        self.workers = [SimulatedWorker() for _ in range(simulator.plan.workers)]
+        self.workers = [SimulatedWorker() for _ in range(simulator.size)]
         self._gradient_bytes = simulator.work.bytes
         self._shard = ServerShard()
         shards = rules.shards or rules.servers
@@ -120,6 +123,33 @@ class PushPullSimulation(StrategySimulation):
         self._fetching: dict[tuple[int, int], Callback] = {}
         """Pulls that follow the update made of a worker's own gradient."""
 
+        self._lost: set[int] = set()
+        """Workers that are gone; the others continue."""
+
+    # ---- losses -------------------------------------------------------------------------------
+
+    def lose(self, worker: int, now: float) -> None:
+        self._lost.add(worker)
+
+    def halt(self, now: float) -> None:
+        super().halt(now)
+        self._lost.update(range(len(self.workers)))
+
+    def is_gone(self, worker: int) -> bool:
+        return worker in self._lost
+
+    def recover(
+        self, version: int, now: float, then: Callable[[float, CompleteState], None]
+    ) -> None:
+        def answer(at_s: float) -> None:
+            self._apply_until(at_s)
+            state = None
+            if self.simulator.failures.expected:
+                state = self.simulator.updates.recover_state()
+            then(at_s, dataclasses.replace(self.settled, state=state))
+
+        self.when_applied(version, now + self._server_latency, answer)
+
     # ---- workers ------------------------------------------------------------------------------
 
     def on_lease(self, worker: int, granted: LeaseGranted, now: float) -> None:
@@ -148,6 +178,8 @@ class PushPullSimulation(StrategySimulation):
         state = self.workers[worker]
 
         def answer(at_s: float) -> None:
+            if self.is_gone(worker):
+                return
             arrive = self.answer_pull(worker, at_s)
             state.base = self.version
             self.fleet.cores[worker].run(arrive, self.pull_own_s, taken)
@@ -167,6 +199,8 @@ class PushPullSimulation(StrategySimulation):
 
     def _compute(self, push: PendingPush, now: float) -> None:
         worker, lease = push.worker, push.granted.lease
+        if self.is_gone(worker):
+            return
         state = self.workers[worker]
         epoch = lease.epoch + lease.start / self.simulator.work.samples
         push.base = state.base
@@ -199,6 +233,8 @@ class PushPullSimulation(StrategySimulation):
 
     def _push(self, push: PendingPush, now: float) -> None:
         worker, lease, updates = push.worker, push.granted.lease, self.simulator.updates
+        if self.is_gone(worker):
+            return
         if not self.rules.overlap:
             push.outcome = updates.compute(worker, lease)
         updates.push(worker, lease, self.workers[worker].handle + 1)
@@ -209,6 +245,8 @@ class PushPullSimulation(StrategySimulation):
 
     def _send(self, push: PendingPush, now: float) -> None:
         """Sends the gradient to the servers."""
+        if self.is_gone(push.worker):
+            return
         sent = self.transfer(self.inbound, push.worker, now, self.rules.push_bytes)
         self.bytes_sent += self.rules.push_bytes
         self.bytes_before += self._gradient_bytes
@@ -256,9 +294,9 @@ class PushPullSimulation(StrategySimulation):
             self._execute(self._shard.on_gradient(worker, handle), now)
 
         if gradient:
-            simulator.send_push(worker, message, at_s, arrived)
+            simulator.send_push(worker, message, at_s, arrived, self)
         else:
-            simulator.send(worker, message, at_s)
+            simulator.send(worker, message, at_s, self)
 
     def _start_background_pull(self, worker: int, handle: int, sent_s: float) -> None:
         """Pulls new weights while the worker computes its next batch with the current ones."""
@@ -266,6 +304,8 @@ class PushPullSimulation(StrategySimulation):
         state.in_flight, state.landing = True, None
 
         def fetch(now: float) -> None:
+            if self.is_gone(worker):
+                return
             state.landing = self.answer_pull(worker, now) + self.pull_own_s
             state.incoming = self.version
             blocked, state.blocked = state.blocked, None
@@ -305,7 +345,7 @@ class PushPullSimulation(StrategySimulation):
             # How the norm is divided among the servers does not change their sum.
             part = square if server == 0 else 0.0
             message = ShardSqNorm(server, order.version, part)
-            self.simulator.send(server % len(self.workers), message, now + self._server_latency)
+            self.simulator.send_from_server(message, server, now)
 
     def _apply_next(self) -> None:
         """Applies queued updates one after another."""
@@ -326,7 +366,7 @@ class PushPullSimulation(StrategySimulation):
 
     def _server_is_dead(self) -> bool:
         """A server dies with its host."""
-        dead = self.simulator.dead_hosts
+        dead = self.simulator.failures.dead_hosts
         return bool(dead) and any(h.host in dead for h in self.fleet.servers[: self.rules.servers])
 
     def when_applied(self, version: int, now: float, then: Callback) -> None:

@@ -16,7 +16,7 @@ import torch
 from paceline.comm.in_process_group import InProcessGroup
 from paceline.protocol.messages import Lease, Message
 from paceline.specs.strategy import Strategy
-from paceline.state import load_into_model, state_from_model
+from paceline.state import Section, copy_section, load_into_model, state_from_model
 from paceline.strategies.registry import make_runner
 from paceline.strategies.runner import PhaseContext, Replica, Runner, TrainStep, WorkerContext
 from paceline.telemetry.phase_clock import PhaseClock
@@ -95,6 +95,9 @@ class RunnerUpdates(WeightUpdates, Generic[RunnerT]):
             step.measured = runner.forward_backward(step, batch, self._losses[worker])
         self._samples[worker] += step.lease.samples
         return backend.outcome(worker, step.measured)
+
+    def recover_state(self) -> Section:
+        return copy_section(self.runners[0].recover_state(self.version))
 
     def sync(self) -> None:
         """Settles all runners as a quiesce does, and copies the result to the backend's model."""

@@ -80,6 +80,7 @@ def _run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> Ru
     for phase in strategy.phases:
         simulation(phase)  # Raises UsageError where a strategy has no simulate facet.
     plan = make_plan(resolved, strategy, workers)
+    plan = dataclasses.replace(plan, min_workers=options.min_workers or 0)
     folder = RunFolder(options.out)
     checkpoint = options.from_checkpoint
     memory = read_coordinator_state(checkpoint) if checkpoint is not None else None
@@ -98,7 +99,7 @@ def _run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> Ru
     )
     slowdowns = tuple(t for t in options.slowdowns if t.worker < workers)
     faults = [parse_fault(text, workers, plan.servers) for text in options.faults]
-    check_simulated_faults(faults)
+    check_simulated_faults(faults, is_elastic=plan.is_elastic)
     folder.prepare(force=options.force, resume=False)
     facts = describe_job(resolved, job_reference(job, resolved))
     settings = {"threads": options.threads, "depth": options.depth, **options.settings}
@@ -122,6 +123,7 @@ def _run_twin(job: Job | JobRef, strategy: Strategy, options: TwinOptions) -> Ru
         model_path=folder.model if options.depth == "learn" else None,
         memory=memory,
         servers_on=options.servers_on,
+        restarts=options.restarts,
     )
     if faults:
         inject_faults(simulator, faults, event_log.record)

@@ -1,12 +1,17 @@
 """Weights of a simulated run. The base classes compute nothing; at depth `cost`, time passes."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.protocol.messages import ApplyUpdate, Lease
 from paceline.specs.strategy import Strategy, WorkerGroups
+
+if TYPE_CHECKING:
+    from paceline.state import Section
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,13 @@ class WeightUpdates:
     def apply(self, order: ApplyUpdate, factor: float) -> None:
         """Applies an update of pushed gradients on the servers."""
 
+    def recover_state(self) -> Section | None:
+        """Returns a copy of the state of the last complete update."""
+        return None
+
+    def keep_local_state(self) -> None:
+        """Keeps what belongs to single workers, such as residuals, before the view ends."""
+
     def sync(self) -> None:
         """Puts the newest weights into the backend's model."""
 
@@ -91,6 +103,14 @@ class WeightsBackend:
     ) -> WeightUpdates:
         """Activates a strategy; all replicas are equal now."""
         return WeightUpdates()
+
+    def regroup(
+        self, workers: Sequence[int], kept: Sequence[int | None], state: Section | None
+    ) -> None:
+        """Continues with these workers from a state; None is that of the model.
+
+        `kept` is the former rank of each worker; None for one that joins.
+        """
 
     def keep(self) -> None:
         """Keeps a copy of the current state, as the best so far."""

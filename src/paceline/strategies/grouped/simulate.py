@@ -74,6 +74,8 @@ class GroupedSimulation(PushPullSimulation):
         leader = step.members[0]
 
         def answer(at_s: float) -> None:
+            if self.is_gone(leader):
+                return
             arrive = self.answer_pull(leader, at_s) + self._broadcast_s(step.members)
             for worker in step.members[1:]:
                 self.simulator.updates.pull(worker)
@@ -99,6 +101,8 @@ class GroupedSimulation(PushPullSimulation):
         epoch = lease.epoch + lease.start / self.simulator.work.samples
 
         def computed(at_s: float) -> None:
+            if self.is_gone(member):
+                return  # The others of its group wait for it.
             self.workers[member].busy_s += at_s - now
             step.computed[member] = (now, at_s + self.fleet.delay(member, epoch))
             if len(step.computed) == len(step.members):
@@ -112,6 +116,8 @@ class GroupedSimulation(PushPullSimulation):
 
     def _sum_in_group(self, step: GroupStep, now: float) -> None:
         """Sums the members' gradients at the leader, which pushes the sum."""
+        if any(self.is_gone(member) for member in step.members):
+            return
         simulator, leader = self.simulator, step.members[0]
         nbytes = simulator.work.bytes
         hosts = [self.fleet.hosts[w] for w in step.members]

@@ -26,6 +26,10 @@ class LocalStepsSimulation(LockstepSimulation[LocalSteps]):
 
         return LocalReplicas(backend, spec)
 
+    @property
+    def has_complete_state(self) -> bool:
+        return self._steps_since_sync == 0
+
     def finish_step(self, ends: Floats, busy: Floats) -> None:
         self.free = ends
         self.update_weights()

@@ -176,6 +176,9 @@ class ServedReplicas(RunnerUpdates[ParameterServerRunner]):
 
     def export(self) -> None:
         super().export()
+        self.keep_local_state()
+
+    def keep_local_state(self) -> None:
         for runner, kept in zip(self.runners, self.backend.residuals, strict=True):
             own = runner.export_local_state().tensors
             kept.update({k: v.clone() for k, v in own.items() if k.startswith("residual/")})
