@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from paceline.cluster.pool import Host, Jitter, Link, Pool, StepCost
 from paceline.errors import SpecError
@@ -374,6 +377,49 @@ def test_the_best_validated_state_is_returned() -> None:
     assert policy.conclude(history) is None
     history.switches.append(SwitchRow(samples=2500, before="allreduce", after="ps", cause="gain"))
     assert policy.conclude(history) is not None
+
+
+def test_a_run_never_ends_worse_than_before_any_of_its_changes() -> None:
+    """Also if the best epoch came after the change, and its loss before it was in between."""
+    change = SwitchRow(samples=1000, before="allreduce", after="ps", cause="gain")
+    rows = [row(1, 0.30, 0.90), row(2, 0.28, 0.91), row(3, 0.29, 0.91)]
+    history = history_of(3000, [], rows=rows, val_rows=500, switches=[change], train_seconds=1.0)
+    assert policy_of().conclude(history) is None  # Better than before the change.
+    history.rows[-1] = row(3, 0.31, 0.91)
+    decision = policy_of().conclude(history)
+    assert decision is not None
+    assert (decision.restore, decision.best) == (True, True)
+    assert "in epoch 2" in decision.reason
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    losses=st.lists(st.floats(0.01, 5.0), min_size=1, max_size=8),
+    accuracies=st.none() | st.lists(st.floats(0.0, 1.0), min_size=8, max_size=8),
+    changes=st.lists(st.integers(0, 8500), max_size=4),
+)
+def test_the_returned_validation_loss_is_not_above_any_before_a_change(
+    losses: list[float], accuracies: list[float] | None, changes: list[int]
+) -> None:
+    policy, history = policy_of(), history_of(0, [], val_rows=500)
+    kept = math.inf
+    for epoch, loss in enumerate(losses, 1):
+        history.rows.append(row(epoch, loss, accuracies and accuracies[epoch - 1]))
+        if policy.keeps_state(history):
+            kept = loss
+    history.samples = 1000 * len(losses)
+    history.switches += [
+        SwitchRow(samples=at, before="allreduce", after="ps", cause="gain")
+        for at in sorted(changes)
+        if at <= history.samples
+    ]
+    decision = policy.conclude(history)
+    returned = kept if decision is not None and decision.restore else losses[-1]
+    last_change = max((change.samples for change in history.switches), default=-1)
+    before = [r.val_loss for r in history.rows if r.samples <= last_change]
+    assert all(loss is None or returned <= loss for loss in before)
+    if accuracies is None:
+        assert returned == min(losses)
 
 
 def test_the_cost_of_changes_is_reported() -> None:

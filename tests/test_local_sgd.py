@@ -1,4 +1,4 @@
-"""Local steps: replicas that start from different weights are an error on every worker."""
+"""Local steps: equal replicas, stable outer steps, progress per sample."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from paceline.comm.process_group import CollectiveGroup
 from paceline.errors import StateError
 from paceline.state import Section
+from paceline.strategies.diloco.spec import DiLoCo
 from paceline.strategies.local_sgd.worker import check_replicas_equal
 
 WAIT_S = 60.0
@@ -62,3 +64,35 @@ def test_local_steps_need_equal_replicas(
     else:
         assert all("start from different weights" in text for text in answers.values())
         assert len(answers) == 2
+
+
+def outer_stability(h: int, inner: float, outer_lr: float, outer: float) -> float:
+    """Largest stable learning rate of diloco on a quadratic, relative to synchronous training.
+
+    The state is the weight, the momentum of the optimizer, and that of the outer step.
+    """
+    limit = 2 * (1 + inner)
+    for rate in np.geomspace(1e-4, 1, 100) * limit:
+        steps = np.linalg.matrix_power(np.array([[1 - rate, -inner], [rate, inner]]), h)
+        moved = np.array([1 - steps[0, 0], -steps[0, 1], 0])
+        velocity = moved + np.array([0, 0, outer])
+        weight = np.array([1, 0, 0]) - outer_lr * (moved + outer * velocity)
+        matrix = np.stack([weight, [steps[1, 0], steps[1, 1], 0], velocity])
+        if np.abs(np.linalg.eigvals(matrix)).max() > 1 + 1e-9:
+            return float(rate / limit)
+    return 1.0
+
+
+@pytest.mark.parametrize("inner", [0.0, 0.5, 0.9, 0.95])
+def test_outer_steps_are_stable_up_to_half_the_rate_of_synchronous_training(inner: float) -> None:
+    """However few local steps a round has, for example at the end of a short epoch."""
+    spec = DiLoCo()
+    for h in (1, 2, 3, 4, 5, 8, 10, 20, 50):
+        outer = spec.outer_momentum_after(h, inner)
+        assert outer_stability(h, inner, spec.outer_lr, outer) > 0.5
+    assert spec.outer_momentum_after(50, inner) == pytest.approx(0.9)
+
+
+def test_an_outer_momentum_that_remembers_as_long_as_the_inner_one_is_unstable() -> None:
+    assert outer_stability(4, 0.9, 0.7, 0.9) < 0.005
+    assert DiLoCo(outer_momentum=0.9).outer_momentum_after(4, 0.9) == 0.9

@@ -4,7 +4,9 @@ A class of the user's own may have any name and any formula. It is treated as on
 whole parameters, unless it has an attribute `elementwise` that is true.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -59,3 +61,8 @@ def optimizer_traits(optimizer: torch.optim.Optimizer) -> OptimizerTraits:
         sliceable=elementwise and kind in SLICEABLE_TYPES,
         reason=reason,
     )
+
+
+def momentum_of(group: Mapping[str, Any]) -> float:
+    """Returns the decay of the momentum of a parameter group; the first beta of Adam."""
+    return float(group.get("momentum") or group.get("betas", (0.0,))[0])

@@ -33,6 +33,11 @@ MEASURED_MARGIN = 0.03
 RETRY_LR = 0.5
 """A candidate that made the loss rise is tried again at this fraction of the learning rate."""
 
+UNDO_ERRORS = 2.0
+"""Standard errors by which accuracy must have fallen during the run to undo a change."""
+RETURN_ERRORS = 1.0
+"""The same for an earlier state at the end, which costs no training."""
+
 FAILED = ("regressed", "diverged")
 
 
@@ -41,8 +46,8 @@ class AutoPolicy(SwitchPolicy):
 
     Every change keeps a copy of the state before it. A change is undone from that copy when the
     training loss of all windows after it is above every window before it, when validation is worse
-    by more than its standard error, or when the loss diverges. The run ends with the best state:
-    if the last validation is worse than the one before a change, with that of the copy.
+    by more than its standard error, or when the loss diverges. The run ends with the state of the
+    best epoch if the last validation is worse than any before a change.
     """
 
     def __init__(
@@ -344,7 +349,7 @@ class AutoPolicy(SwitchPolicy):
         if not before or len(before) == len(history.rows):
             return None
         then, now = before[-1], history.rows[-1]
-        if not _is_worse(then, now, history.val_rows):
+        if not _is_worse(then, now, history.val_rows, UNDO_ERRORS):
             return None
         return f"validation fell from {_describe(then)} to {_describe(now)}"
 
@@ -358,17 +363,18 @@ class AutoPolicy(SwitchPolicy):
     def conclude(self, history: History) -> SwitchDecision | None:
         """Returns the decision to end with the best epoch's state if the last one is worse.
 
-        That is the case if its validation is worse by more than the standard error, or at all
-        after a change of strategy that followed the best epoch. Otherwise returns what changes
-        have cost.
+        That is the case if its validation is worse than the best by more than the standard error,
+        or at all if there is no accuracy, or than a validation before a change of strategy.
+        Otherwise returns what changes have cost.
         """
         rows = [row for row in history.rows[:-1] if row.val_loss is not None]
         if not rows or history.rows[-1].val_loss is None:
             return self._summarize(history)
         best, last = min(rows, key=lambda row: row.val_loss or 0.0), history.rows[-1]
-        changed = any(row.samples >= best.samples for row in history.switches)
-        lost = changed and (last.val_loss or 0.0) > (best.val_loss or 0.0)
-        if not (lost or _is_worse(best, last, history.val_rows)):
+        changed_at = max((row.samples for row in history.switches), default=-1)
+        judges = [row for row in rows if last.val_acc is None or row.samples <= changed_at]
+        lost = any((row.val_loss or 0.0) < (last.val_loss or 0.0) for row in judges)
+        if not (lost or _is_worse(best, last, history.val_rows, RETURN_ERRORS)):
             return self._summarize(history)
         reason = (
             f"auto: validation ended at {_describe(last)}, after {_describe(best)} in epoch "
@@ -397,10 +403,10 @@ class AutoPolicy(SwitchPolicy):
         return SwitchDecision(history.phase, reason, "summary", measurements=figures)
 
 
-def _is_worse(then: EpochRow, now: EpochRow, val_rows: int) -> bool:
+def _is_worse(then: EpochRow, now: EpochRow, val_rows: int, errors: float) -> bool:
     """Returns whether a validation is worse than another by more than chance explains.
 
-    The loss must be higher, and the accuracy, where there is one, lower by two standard errors of
+    The loss must be higher, and the accuracy, where there is one, lower by some standard errors of
     the difference of two shares of `val_rows` rows.
     """
     if now.val_loss is None or then.val_loss is None or now.val_loss <= then.val_loss:
@@ -408,7 +414,7 @@ def _is_worse(then: EpochRow, now: EpochRow, val_rows: int) -> bool:
     if now.val_acc is None or then.val_acc is None or not val_rows:
         return False
     p = max(then.val_acc * (1 - then.val_acc), 1 / val_rows)
-    return then.val_acc - now.val_acc > 2 * math.sqrt(2 * p / val_rows)
+    return then.val_acc - now.val_acc > errors * math.sqrt(2 * p / val_rows)
 
 
 def _describe(row: EpochRow) -> str:

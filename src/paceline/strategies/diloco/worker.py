@@ -3,8 +3,9 @@
 import torch
 
 from paceline.state import Section
-from paceline.strategies.diloco.spec import DiLoCo
+from paceline.strategies.diloco.spec import MAX_OUTER_MOMENTUM, DiLoCo
 from paceline.strategies.local_sgd.worker import LocalStepsRunner
+from paceline.strategies.optimizer_traits import momentum_of
 from paceline.strategies.runner import WorkerContext
 
 
@@ -21,8 +22,8 @@ class DiLoCoRunner(LocalStepsRunner):
         self._outer = torch.optim.SGD(
             self._anchor,
             lr=self._spec.outer_lr,
-            momentum=self._spec.outer_momentum,
-            nesterov=self._spec.outer_momentum > 0,
+            momentum=MAX_OUTER_MOMENTUM,
+            nesterov=True,
         )
         for (name, _), anchor in zip(self.replica.trained, self._anchor, strict=True):
             momentum = state.tensors.get(f"outer/{name}")
@@ -35,11 +36,19 @@ class DiLoCoRunner(LocalStepsRunner):
             self._average_in_place(delta)
             for anchor, moved in zip(self._anchor, delta, strict=True):
                 anchor.grad = moved
+            self._set_momentum()
             self._outer.step()
             for parameter, anchor in zip(self._parameters, self._anchor, strict=True):
                 anchor.grad = None
                 parameter.copy_(anchor)
         self._samples = self._whole = self._steps = 0
+
+    def _set_momentum(self) -> None:
+        """Sets the momentum for the steps since the last synchronization."""
+        inner = max(momentum_of(group) for group in self.replica.optimizer.param_groups)
+        momentum = self._spec.outer_momentum_after(self._steps, inner)
+        for group in self._outer.param_groups:
+            group |= {"momentum": momentum, "nesterov": momentum > 0}
 
     def recover_state(self, version: int) -> Section:
         return self._with_momentum(super().recover_state(version))

@@ -22,5 +22,6 @@ class LocalStepsCost(CostFacet[LocalSteps]):
         steps = spec.steps_between_syncs
         slowest = slowest_s(compute, arrays.cv[hosts] / math.sqrt(steps))
         exchange = all_reduce_s(arrays, hosts, float(arrays.work.bytes))
-        efficiency = 1 / (1 + spec.spread(len(hosts)) ** 2)
-        return StepEstimate(slowest + update + exchange / steps, compute, efficiency=efficiency)
+        return StepEstimate(
+            slowest + update + exchange / steps, compute, efficiency=spec.efficiency(len(hosts))
+        )

@@ -26,6 +26,7 @@ import torch
 from torch.optim.sgd import sgd
 
 from paceline.protocol.staleness import Fraction
+from paceline.strategies.optimizer_traits import momentum_of
 from paceline.strategies.ps.messages import Options
 from paceline.strategies.ps.stability import delay_rate
 
@@ -46,8 +47,7 @@ def fractional_rate(options: Options, fraction: Fraction | None, rate: float) ->
         return rate
     if fraction.is_whole:
         return 1.0
-    momentum = options.get("momentum") or options.get("betas", (0.0,))[0]
-    return fraction.share * delay_rate(fraction.share, fraction.delay, momentum)
+    return fraction.share * delay_rate(fraction.share, fraction.delay, momentum_of(options))
 
 
 def has_fractional_step(optimizer: torch.optim.Optimizer) -> bool:
