@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,23 @@ def test_docs_cited_in_code_exist() -> None:
         if not (ROOT / name).exists() and name != "docs/example.md"
     ]
     assert missing == []
+
+
+def test_every_command_and_example_is_executed_by_the_bench(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    monkeypatch.setenv("PYSPARK_PYTHON", sys.executable)  # Importing spark_cluster sets it.
+    import docs_commands
+    import scripts
+
+    listed = docs_commands.list_commands()
+    examples = {command.page for command in listed}
+    for path in (ROOT / "examples").iterdir():
+        assert path.is_dir() or f"examples/{path.name}" in examples, f"no command runs {path.name}"
+    written = {path.stem for path in (ROOT / "examples/scripts").glob("*.py")}
+    assert written == {*scripts.KINDS, "tpu", "write_data"}
+    assert len(listed) > 100
 
 
 def test_readme_is_short() -> None:

@@ -1,13 +1,14 @@
 """A Ray cluster of two nodes in separate processes; ends when its standard input does.
 
-Prints its address; the word "remove" on its input takes the second node away.
+Takes the CPUs of each node (1) and prints its address; the word "remove" on its input takes the
+second node away.
 """
 
 import sys
 
 from ray.cluster_utils import Cluster
 
-node = {"num_cpus": 1, "object_store_memory": 100 << 20}
+node = {"num_cpus": int(sys.argv[1]) if sys.argv[1:] else 1, "object_store_memory": 100 << 20}
 cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
 second = cluster.add_node(**node)
 cluster.wait_for_nodes()
