@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from conftest import RunCli
+from paceline import models
 from paceline.cluster.pool import Host, Pool
 from paceline.errors import UsageError
+from paceline.job import JobRef
 from paceline.launch.matrix_file import list_cells
 from paceline.launch.reproduction import (
     STUDIES,
@@ -19,6 +22,9 @@ from paceline.launch.reproduction import (
     find_study,
     prepare_study,
 )
+from paceline.launch.run_options import RunOptions
+from paceline.launch.tensorflow_run import run_in_tensorflow
+from paceline.report.reproduction.claims import CLAIMS
 from paceline.report.reproduction.matching import (
     PublishedSettings,
     describe_mismatch,
@@ -30,7 +36,10 @@ from paceline.report.reproduction.published_items import ITEMS, items_of
 from paceline.report.reproduction.switch import interpolate_seconds
 from paceline.report.runs import ReportRun, split_tasks
 from paceline.report.tables import ReportTable
+from paceline.strategies.registry import parse_strategy
 from paceline.twin.clusters import read_cluster
+
+TENSORFLOW = Path(__file__).parents[1] / ".peers/tensorflow/bin/python"
 
 
 def make_run(published: str, **facts: Any) -> ReportRun:
@@ -163,7 +172,7 @@ def test_runs_without_a_published_counterpart_are_left_out() -> None:
 
 
 def test_every_published_item_is_matched_or_has_a_reason() -> None:
-    assert {item.study for item in ITEMS} == set(STUDIES)
+    assert {item.study for item in ITEMS} == {claim.study for claim in CLAIMS} == set(STUDIES)
     assert all(item.ours or item.reason for item in ITEMS)
     assert any("no result" in item.reason for item in items_of("pool"))
 
@@ -206,6 +215,25 @@ def test_a_pool_is_divided_as_in_the_study(tmp_path: Path) -> None:
         "energy: the pool has no such machine", "gpu: the pool has no such machine"]  # fmt: skip
 
 
+def test_arms_of_tensorflow_need_its_environment() -> None:
+    study, arm = find_study("spark-tensorflow"), "TensorFlow, row by row"
+    without = prepare_study(study, "small", Place(), real=False)
+    assert arm not in [each.arm for each in without.matrix.strategies]
+    assert f"{arm}: TensorFlow has no environment here; run `make peers`" in "\n".join(
+        without.omitted
+    )
+    place = Place(tensorflow=Path("python"))
+    cells = list_cells(prepare_study(study, "small", place, real=False).matrix, {})
+    found = [cell for cell in cells if cell.arm == arm]
+    assert [cell.published for cell in found] == [
+        "mnist/96/tensorflow_generator",
+        "mnist/384/tensorflow_generator",
+        "mnist/1536/tensorflow_generator",
+        "cifar10/256/tensorflow_generator",
+    ]
+    assert all(cell.peer == "tensorflow" and cell.is_local and not cell.is_here for cell in found)
+
+
 def test_clusters_of_the_studies_are_bundled() -> None:
     for study in STUDIES.values():
         for name in study.clusters.values():
@@ -220,6 +248,8 @@ def test_clusters_of_the_studies_are_bundled() -> None:
         (("pool", "--twin", "--engine", "ray"), "--twin and --engine cannot be combined"),
         (("pool", "--master", "x"), "--master requires --engine spark"),
         (("pool", "--seeds", "0"), "--seeds must be at least 1"),
+        (("pool", "--tensorflow", "no/python"), "--tensorflow no/python does not run"),
+        (("pool", "--tensorflow", sys.executable), "or install paceline[tensorflow] and tf_keras"),
     ],
 )
 def test_mistakes_are_told_in_one_line(run_cli: RunCli, args: tuple[str, ...], words: str) -> None:
@@ -242,6 +272,27 @@ def test_a_study_in_virtual_time_is_printed_and_resumed(run_cli: RunCli, tmp_pat
     assert again.code == 0
     runs = json.loads((tmp_path / "pool" / "matrix.json").read_text())["runs"]
     assert [run["where"]["select"] for run in runs] == [["a"], ["energy"], ["cpu"], ["gpu"]]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not TENSORFLOW.exists(), reason="no TensorFlow: run `make peers`")
+@pytest.mark.parametrize("model", ["cnn-small", "cnn-keras", "resnet8", "resnet56v2"])
+def test_tensorflow_trains_the_same_network(model: str, tmp_path: Path) -> None:
+    """TensorFlow's network has as many trained numbers as the one of the catalog."""
+    train = run_in_tensorflow(TENSORFLOW)
+    fields = {"model": model, "data": "digits", "epochs": 2, "batch": 96, "limit": 192, "lr": 0.1,
+              "optimizer": "adadelta", "validation": "none", "prefetch": 0,
+              "row_by_row": model == "cnn-small"}  # fmt: skip
+    options = RunOptions(out=tmp_path / "run", workers=2, threads=1)
+    result = train(JobRef(fields=fields), parse_strategy("allreduce"), options)
+    assert (result["status"], result["samples"], result["updates"]) == ("done", 2 * 192, 4)
+    assert [row["epoch"] for row in result["history"]] == [1, 2]
+    assert set(result["input"]) == {"worker-0", "worker-1"}
+    ours = models.build(model, input_shape=(1, 8, 8), classes=10)
+    trained = sum(p.numel() for p in ours.parameters())
+    assert result["parameter_bytes"] == 4 * trained
+    assert json.loads((tmp_path / "run" / "result.json").read_text()) == result
 
 
 @pytest.mark.slow

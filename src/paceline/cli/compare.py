@@ -152,9 +152,13 @@ def compare_matrix(
     from paceline.launch.arm_settings import ArmSettings
     from paceline.launch.compare_runs import MatrixOptions, run_matrix
     from paceline.launch.matrix_file import read_matrix
+    from paceline.launch.reproduction import omit_peers
 
     assert chosen.matrix is not None
     matrix = read_matrix(chosen.matrix, scale=chosen.scale or DEFAULT_SCALE)
+    matrix, omitted = omit_peers(matrix)
+    for text in omitted:
+        make_log(quiet=common.quiet)(f"omitted arm: {text}")
     given = {field: getattr(fields, field) for field in fields.model_fields_set}
     if given.get("data_dir") is not None:
         given["data_dir"] = str(Path(given["data_dir"]).resolve())

@@ -244,6 +244,9 @@ class Places:
 class MatrixPlaces:
     """Places the runs of a matrix, as their arms or the command define."""
 
+    tensorflow: Path | None = None
+    """Python of the arms that TensorFlow trains."""
+
     def __init__(self, places: Places, out: Path) -> None:
         self._places = places
         self._out = out
@@ -251,7 +254,7 @@ class MatrixPlaces:
 
     def count(self, settings: ArmSettings, own: int | None, axis: int) -> int:
         where = settings.placement
-        if settings.twin is not None:
+        if settings.twin is not None or settings.peer is not None:
             return own or axis
         return self._places.count_workers(where, own if where.pool is not None else own or axis)
 
@@ -267,6 +270,8 @@ class MatrixPlaces:
     def _place(self, cell: MatrixCell, job: JobRef) -> Placement:
         if cell.twin is not None:
             return place_in_twin(cell, job)
+        if cell.peer is not None:
+            return place_in_tensorflow(cell, job, self.tensorflow)
         where = cell.placement
         return self._places.place(
             PlaceRequest(
@@ -298,6 +303,26 @@ def place_in_twin(cell: MatrixCell, job: JobRef, depth: str = "learn") -> Placem
         strategy=cell.spec,
         job=job,
         run=run_in_twin(cluster, depth, servers_on),
+    )
+
+
+def place_in_tensorflow(cell: MatrixCell, job: JobRef, python: Path | None) -> Placement:
+    from paceline.launch.engines.local import LocalLauncher
+    from paceline.launch.placement import Placement
+    from paceline.launch.tensorflow_run import find_tensorflow, run_in_tensorflow
+
+    python = python or find_tensorflow(None)
+    if python is None:
+        raise UsageError(
+            f"arm {cell.arm} is trained by TensorFlow, whose environment is not here; run `make "
+            "peers` in the directory of the command, or remove the arm"
+        )
+    return Placement(
+        launcher=LocalLauncher(),
+        workers=cell.workers,
+        strategy=cell.spec,
+        job=job,
+        run=run_in_tensorflow(python),
     )
 
 

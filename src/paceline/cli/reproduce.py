@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -46,6 +47,8 @@ class ReproduceOptions:
     """Directory for all runs and the report; the same command resumes them."""
     seeds: int | None = None
     """Number of runs per arm, with consecutive seeds, instead of the matrix's."""
+    tensorflow: Annotated[Path | None, Option(metavar="PYTHON")] = None
+    """Python with TensorFlow, for the arms that it trains. Default: that of `make peers`."""
     retry: bool = False
     """Repeat failed runs."""
     force: bool = False
@@ -78,8 +81,10 @@ def reproduce(
     processes: ProcessSettings,
 ) -> int:
     from paceline.launch.reproduction import find_study, prepare_study
+    from paceline.launch.tensorflow_run import find_tensorflow
 
     chosen, place = find_study(study), read_place(where)
+    place = replace(place, tensorflow=find_tensorflow(options.tensorflow))
     if options.scale == "full" and options.data_dir is None and not place.twin:
         raise UsageError("--scale full requires --data-dir: the whole study uses its own data")
     if options.seeds is not None and options.seeds < 1:
@@ -159,11 +164,12 @@ def run_study(
         force=options.force,
         progress=not options.quiet,
     )
-    places = StudyPlaces(Places(make_log(quiet=options.quiet)), out)
-    places.study = prepared.study
-    if place.twin and options.scale == "full":
-        places.depth = COSTS_ONLY
-    return run_matrix(matrix, matrix_options, places=places)
+    with Places(make_log(quiet=options.quiet)) as shared:
+        places = StudyPlaces(shared, out)
+        places.study, places.tensorflow = prepared.study, place.tensorflow
+        if place.twin and options.scale == "full":
+            places.depth = COSTS_ONLY
+        return run_matrix(matrix, matrix_options, places=places)
 
 
 class StudyPlaces(MatrixPlaces):

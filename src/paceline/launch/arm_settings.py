@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -23,8 +23,10 @@ from paceline.options import (
 T = TypeVar("T")
 Values = dict[str, Any]
 """Options by field, as plain data."""
-KINDS_OF_PLACE = ("pool", "engine", "twin")
+KINDS_OF_PLACE = ("pool", "engine", "twin", "peer")
 """An arm that names one of these has its own place; otherwise it changes the common one."""
+OF_ARMS = ("twin", "peer")
+"""Kinds of places that are not options of a single run."""
 LOCAL = "local"
 OF_THE_COMMAND = ("resume", "force")
 """Run options that concern all runs of a matrix."""
@@ -36,6 +38,8 @@ class ArmPlacement(PlacementSettings):
 
     twin: Annotated[str | None, Option(metavar="POOL|N")] = None
     """Simulate the runs on a pool file or on this many equal machines."""
+    peer: Literal["tensorflow"] | None = None
+    """Train with this framework instead, in processes of this machine, to compare with it."""
 
 
 class ArmSettings(BaseModel):
@@ -84,9 +88,13 @@ class ArmSettings(BaseModel):
         return self.where.get("twin")
 
     @property
+    def peer(self) -> str | None:
+        return self.where.get("peer")
+
+    @property
     def placement(self) -> PlacementSettings:
         """The options of the place; those of this machine for a simulation."""
-        where = {name: value for name, value in self.where.items() if name != "twin"}
+        where = {name: value for name, value in self.where.items() if name not in OF_ARMS}
         if where.get("engine") == LOCAL:
             del where["engine"]
         return build_settings(PlacementSettings, where)
@@ -95,12 +103,14 @@ class ArmSettings(BaseModel):
     def is_here(self) -> bool:
         """True if the runs are processes of this machine."""
         where = self.placement
-        return self.twin is None and where.pool is None and where.engine is None
+        return (
+            self.twin is None and self.peer is None and where.pool is None and where.engine is None
+        )
 
     @property
     def is_local(self) -> bool:
         """True if this machine computes, in processes or in a simulation."""
-        return self.is_here or self.twin is not None
+        return self.is_here or self.twin is not None or self.peer is not None
 
     @property
     def slowdowns(self) -> SlowdownSettings:

@@ -10,6 +10,7 @@ from typing import Any
 from paceline.cluster.pool import Pool, read_pool, select_hosts
 from paceline.errors import UsageError, suggest_name
 from paceline.launch.matrix_file import Matrix, MatrixArm, read_matrix
+from paceline.launch.tensorflow_run import find_tensorflow
 
 LOCAL_SPARK = "local[4]"
 """Spark on this machine, with as many task slots as the study had processes."""
@@ -55,6 +56,8 @@ class Place:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further options of the engine, such as its address."""
     twin: bool = False
+    tensorflow: Path | None = None
+    """Python of the arms that TensorFlow trains; None if it has no environment."""
 
     def describe(self) -> str:
         if self.pool is not None:
@@ -95,11 +98,6 @@ def prepare_study(study: Study, scale: str, place: Place, *, real: bool) -> Prep
             omitted.append(f"{name}: {reason or 'the pool has no such machine'}")
         else:
             arms.append(changed)
-    if study.name == "spark-tensorflow":
-        omitted.append(
-            "TensorFlow, with and without cache and prefetch: its own training is not part of "
-            "Paceline; bench/peer_tf.py measures it on other networks"
-        )
     if not arms:
         raise UsageError(f"no arm of {study.name} can run {place.describe()}: {'; '.join(omitted)}")
     if pool is not None:
@@ -107,8 +105,30 @@ def prepare_study(study: Study, scale: str, place: Place, *, real: bool) -> Prep
     return PreparedStudy(study, matrix.model_copy(update={"strategies": arms}), omitted)
 
 
+def omit_peers(matrix: Matrix) -> tuple[Matrix, list[str]]:
+    """Returns the matrix without arms that TensorFlow trains if it is not available, and why."""
+    place = Place(tensorflow=find_tensorflow(None))
+    missing = [arm for arm in matrix.strategies if arm.peer and explain_missing(arm, place)]
+    left = [arm for arm in matrix.strategies if arm not in missing]
+    if missing and not left:
+        raise UsageError(f"no arm of the matrix can run: {explain_missing(missing[0], place)}")
+    omitted = [f"{arm.arm or arm.strategy}: {explain_missing(arm, place)}" for arm in missing]
+    return matrix.model_copy(update={"strategies": left}), omitted
+
+
 def explain_missing(arm: MatrixArm, place: Place) -> str | None:
     """Returns why an arm cannot run at the place; None if it can."""
+    if arm.peer is not None:
+        if place.twin:
+            return "the twin simulates strategies, not TensorFlow"
+        if place.pool is not None:
+            return "TensorFlow is trained in processes of this machine, not on those of a pool"
+        if place.tensorflow is None:
+            return (
+                "TensorFlow has no environment here; run `make peers`, or name its Python for "
+                "`reproduce` with --tensorflow, and repeat the command, which adds the arm"
+            )
+        return None
     if arm.where.get("engine") != "spark":
         return None
     if place.engine not in (None, "spark"):
@@ -147,10 +167,15 @@ def place_arm(study: Study, arm: MatrixArm, place: Place, pool: Pool | None) -> 
         elif study.has_servers and arm.strategy.startswith("ps"):
             where |= {"select": ["m1,m2,m3,m4,m5,m6"], "servers_on": ["m7,m8"]}
     elif where.get("engine") is not None:
-        where |= place.options or {"master": LOCAL_SPARK}
+        where |= place.options or default_options("spark")
     elif place.engine is not None and "twin" not in where and study.name != "spark-tensorflow":
-        where = {"engine": place.engine, **place.options}
+        where = {"engine": place.engine, **(place.options or default_options(place.engine))}
     return arm.model_copy(update={"where": where})
+
+
+def default_options(engine: str) -> dict[str, str]:
+    """Returns the options of an engine on this machine."""
+    return {"master": LOCAL_SPARK} if engine == "spark" else {}
 
 
 def select_machines(arm: MatrixArm, pool: Pool) -> list[str]:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 from paceline.report.document import ReportOpening
 from paceline.report.reproduction import pool, ps_allreduce, spark_tensorflow, switch
+from paceline.report.reproduction.claims import make_claim_table
 from paceline.report.reproduction.figures import NamedFigure, draw_by_batch, draw_seconds
 from paceline.report.reproduction.matching import Reproduced, list_reproduced
 from paceline.report.reproduction.operators import exchange_seconds, input_seconds
@@ -28,7 +29,7 @@ def make_opening(
     tables = MAKE_TABLES[study](rows if study == "spark-tensorflow" else without)
     return ReportOpening(
         statements=[*statements, *(f"Omitted arm: {text}." for text in omitted)],
-        sheets=[*tables, make_item_table(study)],
+        sheets=[*tables, make_claim_table(study), make_item_table(study)],
         figures=draw_figures(rows),
     )
 
