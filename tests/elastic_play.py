@@ -6,6 +6,7 @@ the weights themselves show whether each sample was trained once.
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter, deque
 
@@ -13,6 +14,8 @@ from elastic_server import Violation
 from elastic_worker import Exchange, FakeWorker, World
 from paceline.protocol.coordinator import Coordinator
 from paceline.protocol.exchange_probe import ExchangeProbe
+from paceline.protocol.history import CoordinatorMemory
+from paceline.protocol.journal import entry_from_plain, entry_to_plain, replay_journal
 from paceline.protocol.messages import ExchangeFailed, ServerReady, WorkerReady
 from paceline.protocol.pace import Send, SendToServers
 from paceline.protocol.run_spec import (
@@ -21,6 +24,7 @@ from paceline.protocol.run_spec import (
     InterruptWorker,
     ReleaseWorker,
     RunSpec,
+    WriteJournal,
 )
 from paceline.strategies.registry import make_pace, make_switch_policy, parse_strategy
 
@@ -40,6 +44,7 @@ class ElasticPlay:
         joins: int,
         leaves: int = 0,
         newcomers: int = 0,
+        restarts: int = 0,
     ) -> None:
         self.random = random.Random(seed)
         rng = self.random
@@ -50,6 +55,7 @@ class ElasticPlay:
             workers=workers,
             min_workers=1,
             checkpoint_samples=rng.choice((None, 9)),
+            journaled=restarts > 0,
         )
         self.coordinator = Coordinator(
             self.plan, now=0.0, paces=make_pace, policies=make_switch_policy
@@ -61,6 +67,9 @@ class ElasticPlay:
         self.faults, self.joins = faults, joins
         self.leaves, self.newcomers = leaves, newcomers
         self.next_number = workers
+        self.restarts = restarts
+        """Times that the coordinator is lost, and another one continues."""
+        self.journal: list[str] = []
         self.lost: list[int] = []
         self.renew: tuple[int, int] | None = None
         self.end: EndRun | None = None
@@ -84,6 +93,9 @@ class ElasticPlay:
 
     def next_event(self) -> None:
         rng = self.random
+        if self.restarts and rng.random() < 0.02:
+            self.restart_coordinator()
+            return
         living = [w for w in self.workers.values() if w.alive]
         if self.faults and rng.random() < 0.02 and self.coordinator.live_workers > 1:
             victim = rng.choice(living)
@@ -107,15 +119,9 @@ class ElasticPlay:
                 self.leaves -= 1
                 self.carry_out(self.coordinator.retire(leaver, self.now))
                 return
-        choices: list[tuple[str, FakeWorker]] = []
-        for worker in [*living, *self.zombies]:
-            if worker.outbox:
-                choices.append(("hear", worker))
-            if (worker.blocked is None and (worker.plan or worker.inbox)) or (
-                worker.blocked is not None
-                and (worker.is_complete() or worker.ended_view >= worker.view)
-            ):
-                choices.append(("act", worker))
+        everybody = [*living, *self.zombies]
+        choices = [("hear", worker) for worker in everybody if worker.outbox]
+        choices += [("act", worker) for worker in everybody if worker.can_act()]
         if not choices:
             if self.renew is not None:
                 view, number = self.renew
@@ -161,14 +167,54 @@ class ElasticPlay:
         self.lost.append(victim.number)
         self.carry_out(self.coordinator.lose(victim.number, "lost", self.now))
 
+    @property
+    def memory(self) -> CoordinatorMemory | None:
+        """What the journal contains."""
+        return replay_journal(entry_from_plain(json.loads(line)) for line in self.journal)
+
+    def restart_coordinator(self) -> None:
+        """Loses the coordinator; another one takes over the workers that are left."""
+        memory = self.memory
+        if memory is None or self.end is not None:
+            return  # The workers do not wait for another one yet, or any more.
+        self.restarts -= 1
+        rng = self.random
+        for _ in range(rng.randint(0, 20)):
+            able = [w for w in self.workers.values() if w.alive and w.can_act()]
+            if able:
+                rng.choice(able).act()
+        self.coordinator = self.world.coordinator = Coordinator(
+            self.plan, now=self.now, paces=make_pace, policies=make_switch_policy, memory=memory
+        )
+        members = memory["position"].members
+        self.renew = None
+        for worker in list(self.workers.values()):
+            worker.lose_coordinator()
+            if worker.number not in members or not worker.alive:
+                del self.workers[worker.number]
+                self.lost.append(worker.number)
+        for number in members:
+            if number not in self.workers and self.coordinator.can_lose(number):
+                self.carry_out(self.coordinator.lose(number, "lost", self.now))
+        for worker in self.workers.values():
+            worker.say(self.ready(worker.number))
+        for server in range(self.plan.servers):
+            ready = ServerReady(server, "127.0.0.1", 1, self.world.server.shard.version)
+            self.carry_out(self.coordinator.handle(ready, self.now))
+
     def join(self, number: int) -> None:
         worker = self.workers[number] = FakeWorker(self.world, number, view=-1, holds_state=False)
         self.coordinator.members.add(number, self.now)
         worker.say(self.ready(number))
 
     def carry_out(self, actions: list[object]) -> None:
-        for action in actions:
-            if isinstance(action, Send):
+        # A coordinator may be lost in the middle.
+        is_last = self.restarts > 0 and self.random.random() < 0.01 and self.memory is not None
+        count = self.random.randint(0, len(actions)) if is_last else len(actions)
+        for action in actions[:count]:
+            if isinstance(action, WriteJournal):
+                self.journal.append(json.dumps(entry_to_plain(action.entry)))
+            elif isinstance(action, Send):
                 if action.worker in self.workers:
                     self.workers[action.worker].inbox.append(action.message)
             elif isinstance(action, SendToServers):
@@ -184,6 +230,8 @@ class ElasticPlay:
                 self.end = action
             else:
                 assert isinstance(action, EmitEvent)
+        if is_last:
+            self.restart_coordinator()
 
     # ---- invariants ---------------------------------------------------------------------------
 

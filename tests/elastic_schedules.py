@@ -44,6 +44,7 @@ def run_schedule(seed: int) -> int:
         joins=rng.randint(0, 4),
         leaves=rng.choice((0, 0, 1, 3)),
         newcomers=rng.choice((0, 0, 1, 3)),
+        restarts=rng.choice((0, 0, 1, 3)),
     )
     play.run()
     return play.coordinator.view.number

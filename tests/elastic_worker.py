@@ -92,6 +92,8 @@ class FakeWorker:
     ended_view: int = -1
     """The last view of which it knows that it has ended."""
     interrupted: bool = False
+    settling: bool = False
+    """True if the first message of the inbox is being handled."""
     inbox: deque[Message] = field(default_factory=deque)
     plan: deque[tuple[PlannedSteps, int, int]] = field(default_factory=deque)
     outbox: deque[tuple[Message, int]] = field(default_factory=deque)
@@ -103,6 +105,9 @@ class FakeWorker:
 
     def interrupt(self) -> None:
         self.interrupted, self.blocked = True, None
+        if self.settling:
+            self.inbox.popleft()
+            self.settling = False
         self.plan.clear()
         self.say(ExchangeFailed(self.rank, self.step, "interrupted"))
 
@@ -110,6 +115,11 @@ class FakeWorker:
         exchange = self.world.exchanges[self.view]
         assert self.blocked is not None
         return len(exchange.given[self.blocked]) == exchange.size
+
+    def can_act(self) -> bool:
+        if self.blocked is None:
+            return bool(self.plan or self.inbox)
+        return self.is_complete() or self.ended_view >= self.view
 
     def act(self) -> None:
         if self.blocked is not None:
@@ -196,7 +206,7 @@ class FakeWorker:
                 self.say(self.answer(message))
 
     def regroup(self, message: Regroup) -> None:
-        self.interrupted = False
+        self.interrupted = self.settling = False
         self.plan.clear()
         self.local.clear()
         self.local_steps = 0
@@ -226,8 +236,15 @@ class FakeWorker:
             self.world.server.load(self.weights, self.view)
         self.say(PhaseEntered(self.rank))
 
+    def lose_coordinator(self) -> None:
+        """Loses what is in transit; what it is doing it completes."""
+        self.outbox.clear()
+        kept = list(self.inbox)[: int(self.settling)]
+        self.inbox = deque(kept)
+
     def settle(self, message: Quiesce) -> None:
         self.fresh = False
+        self.settling = True
         if self.has_servers():
             if self.world.server.shard.version < message.version:
                 self.inbox.appendleft(message)
@@ -237,6 +254,7 @@ class FakeWorker:
             self.contribute((-1, message.samples))
             self.inbox.appendleft(message)  # It is answered when all have contributed.
             return
+        self.settling = False
         self.complete_at = self.reached = message.samples
         digest = str(hash(frozenset(self.weights.items())))
         self.say(Quiesced(self.rank, digest, 0.1))

@@ -50,6 +50,8 @@ class StoreTransport:
     def load(self, state: ShardState) -> None:
         self.store.load(state)
 
+    def forget_push(self) -> None: ...
+
     def request_slots(self, at_least: int) -> None:
         assert self.version >= at_least
 

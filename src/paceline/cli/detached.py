@@ -15,7 +15,12 @@ from paceline.cli.train import DetachOption, TrainOptions, run_train
 from paceline.errors import RunFailed, UsageError
 from paceline.job import Job, JobRef
 from paceline.launch.background import follow_run, read_config, stop_run
-from paceline.launch.settings import PlacementSettings, RunSettings, SlowdownSettings
+from paceline.launch.settings import (
+    ORPHAN_GRACE_S,
+    PlacementSettings,
+    RunSettings,
+    SlowdownSettings,
+)
 from paceline.options import Option, build_settings, option_fields, settings
 
 INTERRUPTED = 130
@@ -96,6 +101,8 @@ def resume(folder: RunPath, /, *, options: ResumeOptions, background: DetachOpti
         os.chdir(before)  # Paths in the options are relative to it.
     job = JobRef.model_validate(reference)
     known = {**config["settings"], "out": folder, "resume": True, "force": False, "fault": ()}
+    if background.detach:
+        known["orphan_grace_s"] = known.get("orphan_grace_s") or ORPHAN_GRACE_S
     background.apply(folder)
     run_train(
         None if job.file is None else Path(f"{job.file}:{job.function}"),

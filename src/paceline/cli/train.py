@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated
 
 from paceline.cli.commands import CommonOptions, JobFile, command, make_log, refer_to_options
 from paceline.cli.placement import PlaceRequest, Places
 from paceline.job import Job
-from paceline.launch.settings import PlacementSettings, RunSettings, SlowdownSettings
+from paceline.launch.settings import (
+    ORPHAN_GRACE_S,
+    PlacementSettings,
+    RunSettings,
+    SlowdownSettings,
+)
 from paceline.options import RUN, Option, field_values, settings, settings_to_plain
 
 
@@ -52,6 +58,8 @@ def train(
     background: DetachOption,
 ) -> None:
     background.apply(options.out)
+    if background.detach and run.orphan_grace_s is None:
+        run = dataclasses.replace(run, orphan_grace_s=ORPHAN_GRACE_S)
     run_train(
         job,
         options=options,

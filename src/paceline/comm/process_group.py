@@ -30,13 +30,25 @@ class CoordinatorStore(dist.Store):  # type: ignore[name-defined, misc]
     """
 
     def __init__(
-        self, host: str, port: int, *, token: str, who: str, timeout_s: float, prefix: str = ""
+        self,
+        host: str,
+        port: int,
+        *,
+        token: str,
+        who: str,
+        timeout_s: float,
+        prefix: str = "",
+        retry_s: float | None = None,
     ) -> None:
         """`prefix` separates the keys of one view from those of others."""
         super().__init__()
         self._prefix = prefix
         self._channel = Channel.connect(
-            host, port, token=token, peer="the coordinator's store", timeout_s=timeout_s
+            *(host, port),
+            token=token,
+            peer="the coordinator's store",
+            timeout_s=timeout_s,
+            retry_s=retry_s,
         )
         self._lock = threading.Lock()
         self._timeout_s = timeout_s

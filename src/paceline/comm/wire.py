@@ -16,6 +16,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgpack
@@ -28,6 +29,8 @@ HEADER = struct.Struct("<4sB3xIQ")
 MAX_HEAD = 64 << 20
 MAX_BODY = 1 << 40
 HANDSHAKE_TIMEOUT_S = 10.0
+REJOIN_TIMEOUT_S = 2.0
+"""Time to connect to a coordinator that must be listening already."""
 
 
 def pack(head: Any) -> bytes:
@@ -86,9 +89,22 @@ class Channel:
         return str(self._sock.getsockname()[0])
 
     @classmethod
-    def connect(cls, host: str, port: int, *, token: str, peer: str, timeout_s: float) -> Channel:
-        """Connects and authenticates; retries until the deadline, as the peer may be starting."""
-        deadline = time.monotonic() + timeout_s
+    def connect(
+        cls,
+        host: str,
+        port: int,
+        *,
+        token: str,
+        peer: str,
+        timeout_s: float,
+        retry_s: float | None = None,
+    ) -> Channel:
+        """Connects and authenticates.
+
+        A peer that does not listen may be starting: it is tried for `retry_s`, by default until the
+        deadline.
+        """
+        deadline = time.monotonic() + (timeout_s if retry_s is None else retry_s)
         while True:
             try:
                 sock = socket.create_connection((host, port), timeout=timeout_s)
@@ -184,10 +200,13 @@ class Channel:
         except OSError as error:
             raise PeerLost(f"lost the connection to {self.peer} ({error})") from None
 
-    def close(self) -> None:
-        # shutdown wakes a thread blocked in recv; close alone does not.
+    def shut_down(self) -> None:
+        """Ends the connection; a thread that waits here wakes up, which close alone does not do."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.shut_down()
         self._sock.close()
 
 
@@ -200,17 +219,72 @@ class CoordinatorLink(Protocol):
 
 
 class ControlConnection:
-    """The link of a process of the run; sending is thread-safe."""
+    """The link of a process of the run; sending is thread-safe.
+
+    If the process outlives the coordinator, messages to one that is lost are dropped, and `receive`
+    waits until `rejoin` has connected to another one, which asks for all that it must know.
+    """
 
     def __init__(
-        self, host: str, port: int, *, token: str, who: str, pid: int, timeout_s: float
+        self,
+        host: str,
+        port: int,
+        *,
+        token: str,
+        who: str,
+        pid: int,
+        timeout_s: float,
+        incarnation: int = 0,
+        can_rejoin: bool = False,
     ) -> None:
-        self._channel = Channel.connect(
-            host, port, token=token, peer="the coordinator", timeout_s=timeout_s
-        )
-        self._channel.send({"who": who, "pid": pid, "role": "member"})
+        self.host, self.port, self.incarnation = host, port, incarnation
+        """Address of the coordinator, and its number among those of the run."""
+        self._token, self._timeout_s, self._can_rejoin = token, timeout_s, can_rejoin
+        self._introduction = {"who": who, "pid": pid, "role": "member"}
+        self._channel = self._connect(host, port, incarnation, retry_s=timeout_s)
         self.view = 0
         """Number of the view that this process belongs to; every message carries it."""
+        self.lost = threading.Event()
+        """Set when the coordinator is lost, until `rejoin`."""
+        self.closed = False
+        self._rejoined = threading.Condition()
+        self.generation = 0
+        """Number of times that this process has rejoined."""
+        self.greeting: Callable[[], list[Message]] = list
+        """Returns the messages that another coordinator needs first."""
+
+    def _connect(self, host: str, port: int, incarnation: int, *, retry_s: float) -> Channel:
+        channel = Channel.connect(
+            *(host, port),
+            token=self._token,
+            peer="the coordinator",
+            timeout_s=retry_s,
+            retry_s=retry_s,
+        )
+        channel.set_timeout(self._timeout_s)
+        channel.send({**self._introduction, "incarnation": incarnation})
+        return channel
+
+    def rejoin(self, host: str, port: int, incarnation: int) -> None:
+        """Connects to another coordinator, or again to the same. Raises PacelineError on failure.
+
+        To be called by one thread only.
+        """
+        channel = self._connect(host, port, incarnation, retry_s=REJOIN_TIMEOUT_S)
+        with self._rejoined:
+            before, self._channel = self._channel, channel
+            self.host, self.port, self.incarnation = host, port, incarnation
+            self.generation += 1
+            self.lost.clear()
+            self._rejoined.notify_all()
+        before.shut_down()
+        for message in self.greeting():
+            self.send(message)
+
+    def wait_until_rejoined(self, generation: int) -> None:
+        """Waits until this process has rejoined more often than this."""
+        with self._rejoined:
+            self._rejoined.wait_for(lambda: self.generation > generation or self.closed)
 
     @property
     def local_address(self) -> str:
@@ -218,17 +292,39 @@ class ControlConnection:
         return self._channel.local_address
 
     def send(self, message: Message) -> None:
-        self._channel.send({**message_to_wire(message), "view": self.view})
+        channel = self._channel
+        try:
+            channel.send({**message_to_wire(message), "view": self.view})
+        except (PeerLost, DeadlineExceeded):
+            if not self._can_rejoin:
+                raise
+            self._lose(channel)
 
     def receive(self) -> Message:
-        """Waits for the next message. Raises PeerLost if the coordinator is gone.
+        """Waits for the next message. Raises PeerLost if the coordinator is gone for good.
 
         There is no deadline here, because the supervisor detects workers without progress.
         """
-        head, _ = self._channel.receive(patient=True)
-        return message_from_wire(head)
+        while True:
+            generation, channel = self.generation, self._channel
+            try:
+                head, _ = channel.receive(patient=True)
+                return message_from_wire(head)
+            except PeerLost:
+                if not self._can_rejoin or self.closed:
+                    raise
+                self._lose(channel)
+                self.wait_until_rejoined(generation)
+
+    def _lose(self, channel: Channel) -> None:
+        with self._rejoined:
+            if self._channel is channel:
+                self.lost.set()
 
     def close(self) -> None:
+        with self._rejoined:
+            self.closed = True
+            self._rejoined.notify_all()
         self._channel.close()
 
 
@@ -240,12 +336,25 @@ class AlertConnection:
     """
 
     def __init__(
-        self, host: str, port: int, *, token: str, who: str, pid: int, timeout_s: float
+        self,
+        host: str,
+        port: int,
+        *,
+        token: str,
+        who: str,
+        pid: int,
+        timeout_s: float,
+        incarnation: int = 0,
     ) -> None:
         self._channel = Channel.connect(
-            host, port, token=token, peer="the coordinator", timeout_s=timeout_s
+            *(host, port),
+            token=token,
+            peer="the coordinator",
+            timeout_s=timeout_s,
+            retry_s=REJOIN_TIMEOUT_S,
         )
-        self._channel.send({"who": who, "pid": pid, "role": "alerts"})
+        introduction = {"who": who, "pid": pid, "role": "alerts", "incarnation": incarnation}
+        self._channel.send(introduction)
 
     def receive(self) -> int:
         """Waits for the end of a view. Raises PeerLost if the coordinator is gone."""

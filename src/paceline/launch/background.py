@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -12,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import RunFailed, UsageError
+from paceline.launch.succession import end_orphans
 from paceline.report.progress import terminal_reporter
 from paceline.telemetry.events import RunEnded, RunStarted
 from paceline.telemetry.reader import EventTail
 from paceline.telemetry.run_folder import RunFolder
-from paceline.telemetry.run_lock import LockHolder, is_running, read_holder
+from paceline.telemetry.run_lock import WATCHDOG_FILE, LockHolder, is_running, read_holder
 from paceline.telemetry.schema import RunResult
 
 POLL_S = 0.3
@@ -51,7 +53,7 @@ def follow_run(folder: Path, *, quiet: bool) -> RunResult:
                 if isinstance(event, RunStarted | RunEnded):
                     ended = isinstance(event, RunEnded)
                 show(event)
-            if not running:
+            if not running and (ended or not is_running(folder, WATCHDOG_FILE)):
                 break
             time.sleep(POLL_S)
     if not (ended and run.result.exists()):
@@ -67,17 +69,38 @@ def stop_run(folder: Path, timeout_s: float) -> str:
     read_config(folder)
     holder = read_holder(folder)
     if holder is None or not is_running(folder):
+        if _end_remains(folder):
+            return "killed"
         reason = "" if holder is None else f" (its supervisor, {holder}, was killed)"
         raise UsageError(f"no run is in progress in {folder}{reason}")
     if holder.host != socket.gethostname():
         raise UsageError(f"the run in {folder} is {holder}; run `paceline stop` on that machine")
     if _signal_until_ended(folder, holder, signal.SIGTERM, timeout_s):
         return str(RunFolder(folder).read_result().get("status"))
+    _end_watchdog(folder)
     _signal_until_ended(folder, holder, signal.SIGKILL, KILL_TIMEOUT_S)
+    _end_remains(folder)
     raise RunFailed(
         f"the run in {folder} did not end within {timeout_s:g} s and was killed; "
         f"`paceline resume {folder}` continues from its latest checkpoint"
     )
+
+
+def _end_watchdog(folder: Path) -> bool:
+    """Ends the process that would continue the run; returns whether there was one."""
+    holder = read_holder(folder, WATCHDOG_FILE)
+    if holder is None or not is_running(folder, WATCHDOG_FILE):
+        return False
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(holder.pid, signal.SIGKILL)
+    (folder / WATCHDOG_FILE).unlink(missing_ok=True)
+    return True
+
+
+def _end_remains(folder: Path) -> bool:
+    """Ends what waits for another supervisor of a run; returns whether there was anything."""
+    was_watched = _end_watchdog(folder)
+    return end_orphans(RunFolder(folder)) > 0 or was_watched
 
 
 def _signal_until_ended(

@@ -1,13 +1,22 @@
 """Workers that make no progress, and workers that send no heartbeats."""
 
+import asyncio
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from paceline.launch.launcher import LaunchedProcess
+from paceline.protocol.coordinator import Coordinator
 from paceline.protocol.membership import Membership, MemberStatus
 
 STARTUP_S = 60.0
 """Time for importing torch and joining the group, however short the deadline."""
 SILENCE_S = 10.0
 """A worker without a heartbeat for this long is stopped or cut off; it sends one per second."""
+
+STACKS_S = 2.0
+"""Time for workers to print their stacks."""
+LATE_S = 2.0
+"""If this process itself was stopped for this long, it has missed heartbeats."""
 
 Stuck = list[tuple[int, MemberStatus]]
 
@@ -42,3 +51,49 @@ class Deadlines:
             (worker, f"worker {worker} sent no heartbeat for {SILENCE_S:g} s")
             for worker in self.members.find_silent(now, SILENCE_S)
         ]
+
+
+@dataclass(eq=False)
+class DeadlineWatch:
+    """Continues without workers that are past a deadline, or ends the run."""
+
+    coordinator: Coordinator
+    timeout_s: float
+    processes: Mapping[str, LaunchedProcess]
+    stacks: Callable[[str], str]
+    """Returns the last stacks that a process has printed."""
+    now: Callable[[], float]
+    lose: Callable[[str, str], None]
+    fail: Callable[[str, str, str], None]
+    is_over: Callable[[], bool]
+
+    async def watch(self) -> None:
+        """Runs until it has ended the run, or is cancelled."""
+        coordinator, now = self.coordinator, self.now
+        deadlines = Deadlines(coordinator.members, self.timeout_s)
+        while True:
+            due = now() + deadlines.interval_s
+            await asyncio.sleep(deadlines.interval_s)
+            if self.is_over():
+                return
+            if now() > due + LATE_S:
+                coordinator.members.restart_timers(now())
+            if coordinator.plan.is_elastic:
+                for worker, text in deadlines.find_silent(now()):
+                    self.lose(f"worker-{worker}", text)
+            if not deadlines.find_stuck(now()):
+                continue
+            for process in self.processes.values():
+                process.send_command("stacks")
+            await asyncio.sleep(min(STACKS_S, self.timeout_s))
+            stuck = deadlines.find_stuck(now())
+            if not stuck:
+                continue  # It was slow, and has continued.
+            if all(coordinator.can_lose(worker) for worker, _ in stuck):
+                for worker, member in stuck:
+                    self.lose(f"worker-{worker}", deadlines.describe([(worker, member)]))
+                continue
+            stacks = [f"stacks of worker {w}:\n" + self.stacks(f"worker-{w}") for w, _ in stuck]
+            text = f"{deadlines.describe(stuck)}; the run was stopped"
+            self.fail(f"worker-{stuck[0][0]}", text, "\n\n".join(stacks))
+            return

@@ -7,8 +7,9 @@ import sys
 import time
 from pathlib import Path
 
+from paceline.launch.watchdog import start_watchdog
 from paceline.telemetry.run_folder import RunFolder
-from paceline.telemetry.run_lock import read_holder
+from paceline.telemetry.run_lock import WATCHDOG_FILE, read_holder
 
 DETACHED_LOG = "detached.log"
 START_TIMEOUT_S = 120.0
@@ -33,6 +34,7 @@ def detach(out: Path) -> None:
         pid = os.fork()
         if pid == 0:
             _leave_terminal(log.fileno())
+            start_watchdog(out)
             return
     status = _wait_until_begun(pid, out, began_s)
     if status is None:
@@ -46,6 +48,8 @@ def detach(out: Path) -> None:
     if begin == 0:
         path.unlink()
     if fresh:
+        with contextlib.suppress(OSError):
+            (out / WATCHDOG_FILE).unlink()
         with contextlib.suppress(OSError):
             out.rmdir()
     sys.exit(status)

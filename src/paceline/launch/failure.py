@@ -1,7 +1,18 @@
 """Failures of a run's processes: which of them is the cause, and how it is reported."""
 
+import asyncio
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+
+from paceline.protocol.coordinator import Coordinator
+from paceline.protocol.run_spec import Action
+
+GRACE_S = 1.0
+"""Wait for the cause of a failure that may be a consequence."""
+CORRELATED_EXIT_S = 0.2
+"""A worker and the servers it started are lost within this time of each other."""
 
 
 class Certainty(IntEnum):
@@ -63,3 +74,73 @@ class FailureLog:
             return None
         # The worker lost a peer: this server, or another whose loss is reported soon.
         return Certainty.OWN_ERROR
+
+
+class FailureHandler:
+    """Ends the run with the cause of its failures."""
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        parents: Sequence[int | None],
+        explain: Callable[[str], str],
+        carry_out: Callable[[list[Action]], None],
+    ) -> None:
+        """`parents` are the workers that started the servers; `explain` names injected faults."""
+        self._coordinator, self._parents = coordinator, parents
+        self._explain, self._carry_out = explain, carry_out
+        self._log = FailureLog()
+
+    @property
+    def cause(self) -> ProcessFailure | None:
+        return self._log.cause
+
+    def has_failed(self, who: str) -> bool:
+        return self._log.has_failed(who)
+
+    def fail(
+        self,
+        who: str,
+        text: str,
+        details: str = "",
+        certainty: Certainty = Certainty.CAUSE,
+        *,
+        is_usage_error: bool = False,
+    ) -> None:
+        """Ends the run, after a while if this failure may be the consequence of another one."""
+        first = self._log.add(ProcessFailure(who, text, certainty, is_usage_error, details))
+        if certainty == Certainty.CAUSE:
+            self._end()
+        elif first:
+            asyncio.get_running_loop().call_later(GRACE_S, self._end)
+
+    def fail_supervisor(self, error: Exception) -> None:
+        text = f"the supervisor failed: {type(error).__name__}: {error}"
+        details = "" if isinstance(error, OSError) else traceback.format_exc()
+        self.fail("supervisor", text, details)
+
+    def note_gone(self, who: str) -> None:
+        """Notes the end of a connection; that of a server may be a failure."""
+        self._log.mark_gone(who)
+        if self._coordinator.has_ended or not who.startswith("server"):
+            return  # A worker's end is reported by its process, with the exit status.
+        if not self._log.has_failed(who):
+            # Its worker may have exited first and ended it: that is known at once.
+            asyncio.get_running_loop().call_later(CORRELATED_EXIT_S, self._blame_server, who)
+
+    def _blame_server(self, who: str) -> None:
+        parent = self._parents[int(who.split("-")[1])]
+        if parent is None:
+            return  # Its process reports it.
+        if (certainty := self._log.certainty_of_server_loss(parent)) is not None:
+            text = (
+                f"{who.replace('-', ' ')} (started by worker {parent}) exited unexpectedly "
+                f"after {self._coordinator.history.updates} updates: it was killed or crashed"
+            )
+            self.fail(who, text, certainty=certainty)
+
+    def _end(self) -> None:
+        cause = self._log.cause
+        if cause is not None and not self._coordinator.has_ended:
+            why = cause.text + self._explain(cause.who)
+            self._carry_out(self._coordinator.stop("failed", why))

@@ -31,9 +31,15 @@ class Hub:
     on_message: Callable[[str, Message, int | None], None]
     on_gone: Callable[[str], None]
     on_refused: Callable[[str], None]
+    on_return: Callable[[str], None] = lambda who: None
+    """Called when a member has connected again: messages in both directions may be lost."""
+    incarnation: int = 0
+    """Number of this coordinator among those of the run; peers that expect another are rejected."""
 
     def __post_init__(self) -> None:
         self.members: dict[str, HubConnection] = {}
+        self.known: set[str] = set()
+        """Names of all that have been members and are not forgotten."""
         self.store = RendezvousStore()
         self.alerts: dict[str, HubConnection] = {}
         """Connections on which workers learn that their view has ended."""
@@ -68,6 +74,7 @@ class Hub:
     def forget(self, who: str) -> None:
         """Drops the connections of a process that is gone; another may take its name."""
         self._ended_views.pop(who, None)
+        self.known.discard(who)
         for peer in (self.members.pop(who, None), self.alerts.pop(who, None)):
             if peer is not None:
                 peer.drop()
@@ -164,6 +171,12 @@ class HubConnection(asyncio.Protocol):
         if not isinstance(head, dict) or not isinstance(head.get("who"), str):
             raise WireError("malformed introduction: the peer did not send its name")
         self.who, self.role = head["who"], str(head.get("role"))
+        if head.get("incarnation", self._hub.incarnation) != self._hub.incarnation:
+            self.who, who = None, self.who
+            raise WireError(
+                f"{who} belongs to coordinator {head['incarnation']} of the run, this is number "
+                f"{self._hub.incarnation}"
+            )
         if self.role == "alerts":
             self._hub.on_alerts(self.who, self)
         elif self.role != "store":
@@ -171,6 +184,9 @@ class HubConnection(asyncio.Protocol):
             if self.who in self._hub.members:
                 raise WireError(f"{self.who} is already connected")
             self._hub.members[self.who] = self
+            if self.who in self._hub.known:
+                self._hub.on_return(self.who)
+            self._hub.known.add(self.who)
 
     def _take_head(self) -> Any | None:
         if len(self._buffer) < HEADER.size:

@@ -30,6 +30,8 @@ class LaunchedProcess(Protocol):
     process_name: str
     location: str
     """Location for messages: the pid on this machine, or the other machine."""
+    pid: int | None
+    """Process id, if it runs on this machine; it leads a session."""
 
     async def wait(self) -> str | None:
         """Waits for the end; returns None for a normal exit, else a description."""
@@ -66,6 +68,8 @@ class Launcher(ABC):
     def warm_up(self) -> None:  # noqa: B027
         """Prepares what is kept from run to run. Raises RunFailed or HostError on failure."""
 
+    processes_survive = False
+    """True if processes can outlive the supervisor, and wait for another one."""
     starts_servers = False
     """True if servers can be processes of their own, which outlive a worker that is lost."""
 

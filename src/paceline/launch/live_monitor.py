@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from paceline.errors import UsageError
+from paceline.protocol.history import History
 from paceline.telemetry.events import Event, HostMetrics, ProcessMetrics, parse_event
 from paceline.telemetry.live_run import CONTENT_TYPE, LiveRun, expose
-from paceline.telemetry.run_folder import COORDINATOR, EventWriter
+from paceline.telemetry.run_folder import COORDINATOR, EventWriter, OnEvent
 from paceline.telemetry.sampler import MetricsDownsampler, Sampler
 from paceline.telemetry.schema import RunConfig
 
@@ -19,6 +20,8 @@ HOST = "127.0.0.1"
 REQUEST_S = 5.0
 MAX_REQUEST = 16 << 10
 JUDGE_S = 1.0
+PROGRESS_S = 0.5
+"""Interval between two looks for what limits the run."""
 
 
 class LiveMonitor:
@@ -82,6 +85,23 @@ class LiveMonitor:
         if self._sampler is not None:
             self._sampler.stop()
             self._thinner.flush()
+
+
+class ProgressNotices:
+    """Shows how far a run has come, not more often than a display needs it."""
+
+    def __init__(self, show: OnEvent, live: LiveRun | None) -> None:
+        self._show, self._live = show, live
+        self._due = 0.0
+
+    def show(self, history: History, now: float) -> None:
+        if now < self._due or not history.samples:
+            return
+        self._due = now + PROGRESS_S
+        event = history.describe_progress(round(now, 6))
+        if self._live is not None:
+            self._live.progress = event
+        self._show(event)
 
 
 class MetricsServer:

@@ -128,6 +128,7 @@ class HostedProcess:
     """A process that a process server started."""
 
     location = ""
+    pid: int | None = None
 
     def __init__(self, name: str, number: int, client: ProcessClient, on_line: OnLine) -> None:
         self.process_name = name

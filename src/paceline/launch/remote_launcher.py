@@ -193,6 +193,8 @@ def start_watched(
 class RemoteProcess:
     """A process under a watchdog; closing the connection ends it and its descendants."""
 
+    pid: int | None = None
+
     def __init__(self, who: str, site: RemoteHost, spec: dict[str, Any], on_line: OnLine) -> None:
         self.process_name = who
         self.location = f"on {site.title}"

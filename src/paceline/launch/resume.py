@@ -49,6 +49,19 @@ def find_checkpoint(folder: RunFolder, facts: Mapping[str, Any], plan: RunSpec) 
     return whole[-1]
 
 
+def is_same_run(folder: RunFolder, plan: RunSpec, facts: Mapping[str, Any]) -> bool:
+    """Returns whether a folder contains a run of exactly this job, strategy and size.
+
+    Only its own workers can continue it; a changed run starts from the latest checkpoint.
+    """
+    try:
+        before = json.loads(folder.config.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    same = (before.get("strategy"), before.get("workers")) == (str(plan.strategy), plan.workers)
+    return same and before.get("job") == json.loads(json.dumps(facts))
+
+
 def is_complete(folder: RunFolder, history: History) -> bool:
     """Returns whether the model and the result of this state are saved."""
     if not folder.result.exists() or not folder.model.exists():

@@ -18,9 +18,10 @@ from paceline.launch.engines.local import LocalLauncher
 from paceline.launch.live_monitor import LiveMonitor
 from paceline.launch.recall import recall_corrections
 from paceline.launch.remote_launcher import RemoteLauncher
-from paceline.launch.resume import find_checkpoint, read_coordinator_state
+from paceline.launch.resume import find_checkpoint, is_same_run, read_coordinator_state
 from paceline.launch.run_options import RunOptions, new_run_name, usable_cores
 from paceline.launch.settings import DEFAULT_TIMEOUT_S, RunSettings
+from paceline.launch.succession import end_orphans, find_adoption
 from paceline.launch.supervisor import Supervisor
 from paceline.options import option_fields, settings_to_plain
 from paceline.protocol.adaptive_batch import BatchRule
@@ -262,17 +263,31 @@ def _run(
             f"--listen {options.listen}: no machine can join a run that needs exactly its workers; "
             "add --min-workers 1, with a strategy that does not divide the model"
         )
+    survives = options.grace_s > 0 and options.launcher.processes_survive
+    plan = dataclasses.replace(plan, journaled=plan.is_elastic and survives)
     folder = RunFolder(options.out)
     faults = [parse_fault(text, plan.workers, plan.servers) for text in options.faults]
+    adoption = None
+    if options.resume and plan.journaled and is_same_run(folder, plan, facts):
+        adoption = find_adoption(folder, plan.min_workers)
     checkpoint = options.from_checkpoint
-    if checkpoint is None and options.resume:
+    if checkpoint is None and options.resume and adoption is None:
         checkpoint = find_checkpoint(folder, facts, plan)
     memory = read_coordinator_state(checkpoint) if checkpoint is not None else None
-    folder.prepare(force=options.force, resume=options.resume)
+    if adoption is not None:
+        memory = adoption.memory  # Its processes may be writing files in the folder.
+    elif options.resume or options.force:
+        end_orphans(folder)
+    if adoption is None:
+        folder.prepare(force=options.force, resume=options.resume)
     earlier = folder.config.read_bytes() if options.resume else None
     if memory is not None:
         started_wall_s -= float(memory["elapsed_s"])
+    if adoption is not None:
+        started_wall_s = adoption.journal.head.started_wall_s
     settings = {**settings_to_plain(options, RunSettings), **options.settings}
+    if options.grace_s > 0:  # A run that is resumed waits as long.
+        settings["orphan_grace_s"] = options.grace_s
     config: RunConfig = {
         **describe_run(plan, facts, options.slowdowns, options.labels, settings),
         "engine": options.launcher.engine,
@@ -329,6 +344,8 @@ def _run(
         restarts=options.restarts if plan.is_elastic else 0,
         faults=faults,
         listen=options.listen,
+        adoption=adoption,
+        orphan_grace_s=options.grace_s,
     )
 
     def leave_nothing() -> None:
@@ -344,6 +361,9 @@ def _run(
     except UsageError:
         leave_nothing()
         raise
+    if outcome.status == "superseded":
+        event_log.close()
+        raise RunFailed(outcome.error or outcome.status)
     folder.remove_partial_files()
     trained = outcome.coordinator.history.samples - (memory["history"]["samples"] if memory else 0)
     if outcome.is_usage_error and trained == 0 and (fresh or earlier is not None):

@@ -11,7 +11,7 @@ from typing import Any
 from paceline.errors import UsageError
 from paceline.launch.engines.local import LocalLauncher
 from paceline.launch.launcher import Launcher
-from paceline.launch.settings import RunSettings
+from paceline.launch.settings import ORPHAN_GRACE_S, RunSettings
 from paceline.specs.slowdown import InjectedSlowdown
 from paceline.telemetry.run_folder import OnEvent, ignore_notice
 
@@ -49,6 +49,15 @@ class RunOptions(RunSettings):
                 f"--min-workers {self.min_workers} is larger than --workers {self.workers}; "
                 "use at most the number of workers"
             )
+
+    @property
+    def grace_s(self) -> float:
+        """Time that workers wait for another supervisor if this one is lost."""
+        if self.orphan_grace_s is not None:
+            return self.orphan_grace_s
+        # Other runs are not continued at once: their processes must not outlive a terminal.
+        is_wanted = self.min_workers is not None or any("coordinator" in f for f in self.faults)
+        return ORPHAN_GRACE_S if is_wanted else 0.0
 
     @property
     def threads_each(self) -> int:

@@ -12,6 +12,8 @@ from paceline.specs.slowdown import InjectedSlowdown, parse_slowdown
 
 MIN_TIMEOUT_S = 2.0
 DEFAULT_TIMEOUT_S = 300.0
+ORPHAN_GRACE_S = 60.0
+"""Time in which a user can notice that a supervisor was killed, and type `paceline resume`."""
 
 
 PROFILED = re.compile(r"epochs?\s*=\s*(\d+)(?:\s*-\s*(\d+))?")
@@ -98,6 +100,16 @@ class RunSettings(ProcessSettings):
     """Profile the operators of one epoch or of several, counted from 1."""
     metrics_port: Annotated[int | None, Field(ge=0, le=65535), Option(metavar="PORT")] = None
     """Serve Prometheus metrics on this localhost port; 0 picks a free port."""
+    orphan_grace_s: Annotated[
+        float | None,
+        Option(
+            name="orphan-grace",
+            metavar="SECONDS",
+            default="60 with --min-workers or --detach, or 0",
+        ),
+    ] = None
+    """If the supervisor is killed, workers on this machine wait this long for `paceline resume`,
+    provided that the run can continue without some of them; 0 ends them at once."""
     resume: bool = False
     """Resume from the latest checkpoint in --out."""
     force: bool = False
@@ -109,6 +121,8 @@ class RunSettings(ProcessSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.orphan_grace_s is not None and self.orphan_grace_s < 0:
+            raise UsageError(f"--orphan-grace must be at least 0, got {self.orphan_grace_s:g}")
         if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
             raise UsageError(f"--metrics-port must be 0 to 65535, got {self.metrics_port}")
         if self.metrics_port is not None and not self.telemetry:

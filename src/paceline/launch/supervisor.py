@@ -8,23 +8,23 @@ seconds, and no process remains, whether the run is done, failed or interrupted.
 import asyncio
 import secrets
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.errors import PacelineError, UsageError
 from paceline.launch.attendance import Attendance
-from paceline.launch.deadlines import Deadlines
-from paceline.launch.failure import CERTAINTY_BY_BLAME, Certainty, FailureLog, ProcessFailure
+from paceline.launch.deadlines import DeadlineWatch
+from paceline.launch.failure import CERTAINTY_BY_BLAME, GRACE_S, Certainty, FailureHandler
 from paceline.launch.fault_injection import FaultInjector, FaultTarget
 from paceline.launch.folder_service import FolderService, ProcessLogs
 from paceline.launch.guests import JOIN_FILE, Guests
 from paceline.launch.hub import Hub
 from paceline.launch.launcher import LaunchedProcess, Launcher
-from paceline.launch.live_monitor import LiveMonitor
+from paceline.launch.live_monitor import LiveMonitor, ProgressNotices
 from paceline.launch.restarts import RestartPolicy
 from paceline.launch.signals import cancel_on_signals
+from paceline.launch.succession import ADOPT_S, Adoption, Succession
 from paceline.protocol.coordinator import Coordinator
 from paceline.protocol.history import CoordinatorMemory
 from paceline.protocol.messages import (
@@ -32,6 +32,7 @@ from paceline.protocol.messages import (
     LeaveRequested,
     Message,
     ProcessFailing,
+    ServerReady,
     StopServer,
     TelemetryForwarded,
     WorkerFinished,
@@ -45,6 +46,7 @@ from paceline.protocol.run_spec import (
     RefuseWorker,
     ReleaseWorker,
     RunSpec,
+    WriteJournal,
 )
 from paceline.specs.fault import InjectedFault
 from paceline.strategies.registry import make_pace, make_switch_policy
@@ -52,17 +54,9 @@ from paceline.telemetry.result import RunOutcome
 from paceline.telemetry.run_folder import ListenNotice, OnEvent, ProcessOutput, RunFolder
 from paceline.worker.assignment import Assignment
 
-GRACE_S = 1.0
-"""Wait for the cause of a failure that may be a consequence."""
-CORRELATED_EXIT_S = 0.2
-"""A worker and the servers it started are lost within this time of each other."""
-STACKS_S = 2.0
 SHUTDOWN_TIMEOUT_S = 10.0
 """Time for processes to exit by themselves when the run is done."""
 LAST_LINES = 10
-PROGRESS_S = 0.5
-LATE_S = 2.0
-"""If this process itself was stopped for this long, it has missed heartbeats."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -86,9 +80,17 @@ class Supervisor:
     faults: Sequence[InjectedFault] = ()
     listen: str | None = None
     """Address at which machines can join; by default that of the launcher."""
+    adoption: Adoption | None = None
+    """The run to continue with the processes that another supervisor has left."""
+    orphan_grace_s: float = 0.0
+    """Time that processes wait for another supervisor if this one is lost."""
 
     def __post_init__(self) -> None:
         self._token = secrets.token_hex(32)
+        if self.adoption is not None:
+            self._token = self.adoption.journal.head.token
+        heritage = (self.folder, self._token, self.started_wall_s, self.adoption)
+        self._succession = Succession(*heritage) if self.plan.journaled else None
         self._coordinator = self.coordinator(
             self.plan,
             now=self._now(),
@@ -100,15 +102,18 @@ class Supervisor:
         self._hub = Hub(
             *(self._token, self._on_message, self._on_gone),
             lambda text: self._logs.write("supervisor", f"refused a connection from {text}"),
+            on_return=self._on_return,
+            incarnation=self._succession.incarnation if self._succession is not None else 0,
         )
         self._processes: dict[str, LaunchedProcess] = {}
         """Processes that are part of the run, by name."""
         self._started: list[LaunchedProcess] = []
         self._restarts = RestartPolicy(self.restarts)
         self._tasks: list[asyncio.Task[Any]] = []
-        self._failures = FailureLog()
         self._end: EndRun | None = None
         self._finished: set[str] = set()
+        self._has_returned = False
+        """True if connections were cut, until the view is renewed."""
         self._ended = asyncio.Event()
         self._folder_service = FolderService(self.folder, self.template.get("checkpoint"))
         self._parents = self.launcher.place_servers(self.plan.servers, self.plan.workers)
@@ -134,7 +139,15 @@ class Supervisor:
             self.memory, self._parents, self._processes, self.show, self._hub.drop_all
         )
         self._faults = FaultInjector(self.faults, target)
-        self._progress_due = 0.0
+        self._failures = FailureHandler(
+            self._coordinator, self._parents, self._faults.explain, self._carry_out
+        )
+        self._deadlines = DeadlineWatch(
+            *(self._coordinator, self.timeout_s, self._processes, self._logs.stacks, self._now),
+            *(self._lose, self._failures.fail, self._is_superseded),
+        )
+        live = self.monitor.live if self.monitor is not None else None
+        self._progress = ProgressNotices(self.show, live)
 
     def _now(self) -> float:
         return time.time() - self.started_wall_s
@@ -174,6 +187,8 @@ class Supervisor:
             await self.launcher.open(self._on_line)
             self._coordinator.members.begin(self._now())
             port = await self._hub.listen(self.listen or self.launcher.host)
+            if self._succession is not None:
+                self._succession.announce(self.launcher.host, port)
             common = {
                 "workers": self.plan.workers,
                 "token": self._token,
@@ -181,12 +196,18 @@ class Supervisor:
                 "port": port,
                 "timeout_s": self.timeout_s,
                 "elastic": self.plan.is_elastic,
+                "orphan_grace_s": self.orphan_grace_s if self.plan.journaled else 0.0,
+                "incarnation": self._hub.incarnation,
                 "folder": str(self.folder.path.resolve()),
                 "started_wall_s": self.started_wall_s,
                 **self.template,
             }
-            for assignment in self._attendance.make_assignments(common):
-                await self._launch(assignment)
+            assignments = list(self._attendance.make_assignments(common))
+            if self.adoption is not None:
+                self._adopt(self.adoption)
+            else:
+                for assignment in assignments:
+                    await self._launch(assignment)
             if self.plan.is_elastic:
                 file = self.folder.path / JOIN_FILE
                 address = await self._guests.open(self.listen or self.launcher.host, file)
@@ -194,9 +215,9 @@ class Supervisor:
                     self.show(ListenNotice(address=address, token_file=file))
         except PacelineError as error:
             is_usage_error, details = isinstance(error, UsageError), getattr(error, "details", "")
-            self._fail("supervisor", str(error), details, is_usage_error=is_usage_error)
+            self._failures.fail("supervisor", str(error), details, is_usage_error=is_usage_error)
             return
-        self._tasks.append(asyncio.create_task(self._watch_deadlines()))
+        self._tasks.append(asyncio.create_task(self._deadlines.watch()))
 
     async def _launch(self, assignment: Assignment) -> None:
         if assignment.kind == "worker" and assignment.index in self._guests:
@@ -204,16 +225,51 @@ class Supervisor:
         else:
             live = self.live if assignment.has_live_job else None
             process = await self.launcher.start(assignment, live, self._on_line)
+        if self._succession is not None and process.pid is not None:
+            self._succession.add_process(assignment.process_name, process.pid)
+        self._take(process)
+
+    def _take(self, process: LaunchedProcess) -> None:
         self._started.append(process)
-        self._processes[assignment.process_name] = process
+        self._processes[process.process_name] = process
         self._tasks.append(asyncio.create_task(self._watch(process)))
+
+    def _adopt(self, adoption: Adoption) -> None:
+        """Takes over the processes of the run that are alive, and replaces the other workers."""
+        for process in adoption.take_over():
+            self._take(process)
+        for worker in sorted({*range(self.plan.workers), *adoption.memory["position"].members}):
+            if f"worker-{worker}" not in self._processes:
+                self._replace(worker, f"worker {worker} was lost with the coordinator")
+        asyncio.get_running_loop().call_later(ADOPT_S, self._lose_absent)
+
+    def _lose_absent(self) -> None:
+        for worker in self._coordinator.view.workers:
+            if (who := f"worker-{worker}") not in self._hub.members:
+                self._lose(who, f"worker {worker} did not return within {ADOPT_S:g} s")
 
     # ---- what comes in ------------------------------------------------------------------------
 
+    def _on_return(self, who: str) -> None:
+        """Repeats what may be lost, when processes whose connections were cut are back."""
+        if not self._has_returned:
+            self._has_returned = True
+            asyncio.get_running_loop().call_later(GRACE_S, self._renew_after_cut)
+
+    def _renew_after_cut(self) -> None:
+        self._has_returned = False
+        view = self._coordinator.view.number
+        self._renew(view, "the connections to the coordinator were cut")
+
     def _on_message(self, who: str, message: Message, view: int | None) -> None:
+        if self._is_superseded():
+            return
+        if isinstance(message, ServerReady) and self._has_returned and self._succession:
+            for order in self._succession.orders_after(message.version):
+                self._hub.send(who, order)
         if isinstance(message, ProcessFailing):
             if message.blame == "usage":
-                self._fail(who, message.error, message.traceback, is_usage_error=True)
+                self._failures.fail(who, message.error, message.traceback, is_usage_error=True)
             else:
                 text = f"{who.replace('-', ' ')} failed{self._at_step(who)}: {message.error}"
                 self._lose(who, text, message.traceback, CERTAINTY_BY_BLAME[message.blame])
@@ -238,43 +294,32 @@ class Supervisor:
                 self._hub.send(who, answer)
             if not taken:
                 self._carry_out(self._coordinator.handle(message, self._now(), view))
-                self._show_progress()
+                self._progress.show(self._coordinator.history, self._now())
                 self._faults.inject_due(self._coordinator.history.samples, self._now())
         except Exception as error:
             # A bug of ours, or a full disk: no worker must be blamed for it.
-            self._fail_supervisor(error)
+            self._failures.fail_supervisor(error)
 
-    def _fail_supervisor(self, error: Exception) -> None:
-        text = f"the supervisor failed: {type(error).__name__}: {error}"
-        details = "" if isinstance(error, OSError) else traceback.format_exc()
-        self._fail("supervisor", text, details)
+    def _is_superseded(self, *, check: bool = False) -> bool:
+        """Returns whether another coordinator has taken over the run, and ends this one then."""
+        why = self._succession.why_superseded(check=check) if self._succession else None
+        if why is not None:
+            self._end = EndRun("superseded", why)
+            self._ended.set()
+        return why is not None
 
     def _on_gone(self, who: str) -> None:
-        self._failures.mark_gone(who)
+        if self._is_superseded(check=True):
+            return
         if self.monitor is not None:
             self.monitor.sample_now()
-        if self._ended.is_set() or not who.startswith("server"):
-            return  # A worker's end is reported by its process, with the exit status.
-        if not self._failures.has_failed(who):
-            # Its worker may have exited first and ended it: that is known at once.
-            asyncio.get_running_loop().call_later(CORRELATED_EXIT_S, self._blame_server, who)
-
-    def _blame_server(self, who: str) -> None:
-        parent = self._parents[int(who.split("-")[1])]
-        if parent is None:
-            return  # Its process reports it.
-        if (certainty := self._failures.certainty_of_server_loss(parent)) is not None:
-            text = (
-                f"{who.replace('-', ' ')} (started by worker {parent}) exited unexpectedly "
-                f"after {self._coordinator.history.updates} updates: it was killed or crashed"
-            )
-            self._fail(who, text, certainty=certainty)
+        self._failures.note_gone(who)
 
     def _on_line(self, who: str, line: str) -> None:
         try:
             self._logs.add_output(who, line)
         except OSError as error:
-            self._fail_supervisor(error)
+            self._failures.fail_supervisor(error)
         if self.plan.custom_loop:
             self.show(ProcessOutput(process=who, line=line))
 
@@ -299,19 +344,12 @@ class Supervisor:
             elif isinstance(action, ReleaseWorker):
                 process = self._processes.pop(f"worker-{action.worker}")
                 self._guests.release(action.worker, process)
-            elif isinstance(action, EndRun):
+            elif isinstance(action, WriteJournal):
+                if self._succession is not None:
+                    self._succession.write(action.entry)
+            elif isinstance(action, EndRun) and not self._is_superseded():
                 self._end = action
                 self._ended.set()
-
-    def _show_progress(self) -> None:
-        now, history = self._now(), self._coordinator.history
-        if now < self._progress_due or not history.samples:
-            return
-        self._progress_due = now + PROGRESS_S
-        event = history.describe_progress(round(now, 6))
-        if self.monitor is not None:
-            self.monitor.live.progress = event
-        self.show(event)
 
     # ---- failures -----------------------------------------------------------------------------
 
@@ -339,17 +377,24 @@ class Supervisor:
         if self._ended.is_set() or who not in self._processes:
             return
         text += self._faults.explain(who)
+        if self._is_superseded(check=True):
+            return
         if kind != "worker" or not self._coordinator.can_lose(int(index)):
-            self._fail(who, text, details, certainty)
+            self._failures.fail(who, text, details, certainty)
             return
         worker = int(index)
         self._logs.write("supervisor", "\n".join(filter(None, (text, details))))
         self._drop(who)
-        delay_s = self._restarts.next_delay_s(worker, text)
+        self._replace(worker, text)
+
+    def _replace(self, worker: int, text: str) -> None:
+        """Continues without a worker, and starts it again if it may be."""
+        is_guest = worker not in self._attendance.assignments
+        delay_s = None if is_guest else self._restarts.next_delay_s(worker, text)
         if delay_s is not None:
             restarting = self._attendance.restart(worker, delay_s)
             self._tasks.append(asyncio.create_task(restarting))
-        elif why := self._restarts.why_excluded(worker):
+        elif not is_guest and (why := self._restarts.why_excluded(worker)):
             text = f"{text}; {why}"
         self._carry_out(self._coordinator.lose(worker, text, self._now()))
 
@@ -369,56 +414,6 @@ class Supervisor:
         if view is not None:
             self._carry_out(self._coordinator.renew(view, reason, self._now()))
 
-    def _fail(
-        self,
-        who: str,
-        text: str,
-        details: str = "",
-        certainty: Certainty = Certainty.CAUSE,
-        *,
-        is_usage_error: bool = False,
-    ) -> None:
-        first = self._failures.add(ProcessFailure(who, text, certainty, is_usage_error, details))
-        if certainty == Certainty.CAUSE:
-            self._end_with_cause()
-        elif first:
-            asyncio.get_running_loop().call_later(GRACE_S, self._end_with_cause)
-
-    def _end_with_cause(self) -> None:
-        cause = self._failures.cause
-        if cause is not None and not self._ended.is_set():
-            why = cause.text + self._faults.explain(cause.who)
-            self._carry_out(self._coordinator.stop("failed", why))
-
-    async def _watch_deadlines(self) -> None:
-        deadlines = Deadlines(self._coordinator.members, self.timeout_s)
-        while True:
-            due = self._now() + deadlines.interval_s
-            await asyncio.sleep(deadlines.interval_s)
-            if self._now() > due + LATE_S:
-                self._coordinator.members.restart_timers(self._now())
-            if self.plan.is_elastic:
-                for worker, text in deadlines.find_silent(self._now()):
-                    self._lose(f"worker-{worker}", text)
-            if not deadlines.find_stuck(self._now()):
-                continue
-            for process in self._processes.values():
-                process.send_command("stacks")
-            await asyncio.sleep(min(STACKS_S, self.timeout_s))
-            stuck = deadlines.find_stuck(self._now())
-            if not stuck:
-                continue  # It was slow, and has continued.
-            if all(self._coordinator.can_lose(worker) for worker, _ in stuck):
-                for worker, member in stuck:
-                    self._lose(f"worker-{worker}", deadlines.describe([(worker, member)]))
-                continue
-            stacks = [
-                f"stacks of worker {w}:\n" + self._logs.stacks(f"worker-{w}") for w, _ in stuck
-            ]
-            text = f"{deadlines.describe(stuck)}; the run was stopped"
-            self._fail(f"worker-{stuck[0][0]}", text, "\n\n".join(stacks))
-            return
-
     def _at_step(self, who: str) -> str:
         if not who.startswith("worker-"):
             return ""
@@ -432,18 +427,23 @@ class Supervisor:
             await asyncio.wait(ends, timeout=SHUTDOWN_TIMEOUT_S)
 
     async def _clean_up(self) -> None:
-        for process in self._started:
-            process.kill()
+        is_superseded = self._is_superseded(check=True)
+        if not is_superseded:
+            for process in self._started:
+                process.kill()
         if self.monitor is not None:
             await self.monitor.stop()
         await self._hub.close()
         for task in self._tasks:
             task.cancel()
         self._faults.close()
-        await self._wait_for_exits()
-        status = self._end.status if self._end is not None else "failed"
-        await self._guests.close(f"the run is over: {status}")
+        if not is_superseded:
+            await self._wait_for_exits()
+            status = self._end.status if self._end is not None else "failed"
+            await self._guests.close(f"the run is over: {status}")
         await self.launcher.close()
         await asyncio.sleep(0)
+        if self._succession is not None:
+            self._succession.close()
         self._folder_service.close()
         self._logs.close()

@@ -49,6 +49,8 @@ class Coordinator(RunSequence):
             self._on_ready(event)
         elif self._is_foreign(event, view):
             pass
+        elif self._is_adopting and isinstance(event, ShardSqNorm):
+            self._early_norms.append(event)
         elif isinstance(event, _TRAINING):
             self._on_training(event)
         elif isinstance(event, ShardSqNorm):
@@ -67,6 +69,7 @@ class Coordinator(RunSequence):
             self._must_regroup |= self._awaited is WorkerReady
         elif isinstance(event, ServerReady):
             self._servers[event.server] = (event.host, event.port)
+            self._server_versions[event.server] = event.version
             self._resume_if_all_answered()
         elif self._is_repeated_answer(event):
             pass
@@ -118,6 +121,8 @@ class Coordinator(RunSequence):
         rank = getattr(event, "worker", None)
         if rank is None:
             return False
+        if self._is_adopting:
+            return True  # It was meant for another coordinator.
         if view is not None and view != self.view.number:
             return True
         return rank >= self.view.size or self.view.workers[rank] in self._lost
@@ -128,6 +133,10 @@ class Coordinator(RunSequence):
         if worker is None or self._answered.get(worker) != event:
             return False
         return self._awaited is not type(event) or worker in self._answers
+
+    @property
+    def has_ended(self) -> bool:
+        return self._ended
 
     def stop(self, status: str, error: str) -> list[Action]:
         """Stops the run after a lost process, a timeout or an interrupt by the user."""
@@ -155,6 +164,8 @@ class Coordinator(RunSequence):
             return
         self.members.set_step(self.view.workers[event.worker], event.step)
         self.history.tally.add(event.measured)
+        if type(event) is StepsApplied:
+            self._note_steps()
         self._send(pace.on_report(event, self._now))
         if event.measured.norms is not None:
             self.history.throughput.noise.add(*event.measured.norms)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NotRequired, TypedDict
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from paceline.protocol.throughput import ThroughputMonitor, TrainTotals
 from paceline.telemetry.events import (
@@ -17,6 +19,9 @@ from paceline.telemetry.events import (
     from_plain,
 )
 
+if TYPE_CHECKING:
+    from paceline.protocol.journal import RunPosition
+
 
 class CoordinatorMemory(TypedDict):
     """The coordinator's part of a checkpoint."""
@@ -26,6 +31,8 @@ class CoordinatorMemory(TypedDict):
     elapsed_s: float
     shards: NotRequired[dict[str, Any]]
     """The rows `left` in an epoch, and the fingerprint of the block `layout` they belong to."""
+    position: NotRequired[RunPosition]
+    """Exact position of the run, if its workers are still alive; only from a journal."""
 
 
 _NUMBERS = ("samples", "updates", "phase", "epoch", "max_lag", "train_seconds")
@@ -86,12 +93,19 @@ class History:
         self.samples += samples
         self.phase_samples[self.phase] += samples
 
-    def to_plain(self) -> dict[str, Any]:
-        """Returns the history as JSON, for checkpoints."""
+    def count_rows(self) -> dict[str, int]:
+        """Returns the number of rows of each kind."""
+        return {name: len(getattr(self, name)) for name in _ROWS}
+
+    def to_plain(self, first_rows: Mapping[str, int] = MappingProxyType({})) -> dict[str, Any]:
+        """Returns the history as JSON; `first_rows` skips the earlier rows of each kind."""
         plain = {name: getattr(self, name) for name in _NUMBERS}
         plain |= {name: getattr(self, name) for name in _DEFAULTS}
         plain |= {"tally": vars(self.tally).copy()}
-        plain |= {name: [row.to_plain() for row in getattr(self, name)] for name in _ROWS}
+        plain |= {
+            name: [row.to_plain() for row in getattr(self, name)[first_rows.get(name, 0) :]]
+            for name in _ROWS
+        }
         return plain | {name: sorted(map(list, getattr(self, name).items())) for name in _COUNTS}
 
     @classmethod

@@ -2,7 +2,7 @@
 
 import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from paceline.protocol.block_plan import (
     BlockDealer,
@@ -147,6 +147,27 @@ class Ledger:
         self._drawn = {}
         self._out, self._returned, self._done_after = {}, [], {}
         self.leased_up_to = self.frontier = position
+
+    @property
+    def done_ranges(self) -> RowRanges:
+        """Positions behind the frontier that are done."""
+        return tuple(sorted(self._done_after.items()))
+
+    def restore(self, done: Sequence[RowRange], planned: Mapping[int, list[RowRange]]) -> None:
+        """Continues an interval of another coordinator, whose leases are taken back.
+
+        `done` are positions that updates contain, `planned` the rows of work that was planned; the
+        rows of neither are among those that are left.
+        """
+        for lo, hi in sorted(done):
+            if lo == self.frontier:
+                self.frontier = hi
+            else:
+                self._done_after[lo] = hi
+                if lo > self.leased_up_to:
+                    heapq.heappush(self._returned, (self.leased_up_to, lo))
+            self.leased_up_to = max(self.leased_up_to, hi)
+        self._past = [(lo, list(planned[lo])) for lo in sorted(planned)]
 
     # ---- data that is read in blocks ----------------------------------------------------------
 

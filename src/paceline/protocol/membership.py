@@ -1,5 +1,6 @@
 """Membership: the last known status of each worker, and detection of stuck workers."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 WAITING_PHASES = frozenset({"comm_exposed", "wait"})
@@ -23,6 +24,12 @@ class Membership:
 
     def __init__(self, workers: int, now: float) -> None:
         self._members = {w: MemberStatus(since=now, last_heartbeat=now) for w in range(workers)}
+
+    def replace(self, workers: Iterable[int], now: float) -> None:
+        """Replaces all members by these workers, who are not ready yet."""
+        self._members = {}
+        for worker in workers:
+            self.add(worker, now)
 
     def begin(self, now: float) -> None:
         """Resets the timers; called when the processes are started."""

@@ -324,6 +324,8 @@ class ServerReady(Message):
     server: int
     host: str
     port: int
+    version: int = 0
+    """Version that it has applied, if it has served another coordinator before."""
 
 
 class GradientRef(Message):

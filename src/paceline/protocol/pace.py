@@ -11,7 +11,7 @@ from collections import deque
 from itertools import pairwise
 
 from paceline.protocol.balance import SpeedBalancer, split_batch
-from paceline.protocol.block_plan import RowRange, merge_ranges
+from paceline.protocol.block_plan import RowRange, RowRanges, merge_ranges
 from paceline.protocol.history import History
 from paceline.protocol.ledger import ALL_WORKERS, LeaseEntry, Ledger
 from paceline.protocol.messages import (
@@ -41,11 +41,23 @@ class Send:
 
 
 @record
+class CoveredWork:
+    """Positions [lo, hi) of the epoch that an update contains."""
+
+    lo: int
+    hi: int
+    staleness: int
+    rows: RowRanges = ()
+
+
+@record
 class SendToServers:
     """Sends to the servers of the active strategy: the first `servers` of those launched."""
 
     servers: int
     message: Message
+    covers: tuple[CoveredWork, ...] = ()
+    """The work that an update contains."""
 
 
 OutgoingMessage = Send | SendToServers
@@ -76,6 +88,8 @@ class Pace(ABC):
         """Version that servers must have applied before the state can be exported."""
         self.drained = True
         self.drain_s = 0.0
+        self.planned_rows: list[tuple[int, RowRanges]] = []
+        """Rows of planned work by its first position, for the journal, which takes them out."""
 
     @abstractmethod
     def run_to(self, stop: int, now: float) -> list[OutgoingMessage]:
@@ -164,7 +178,9 @@ class PlannedPace(Pace):
             count = min(self._batch, entry.hi - start)
             cuts = split_batch(count, self._workers, steps.batch_weights)
             for worker, (lo, hi) in enumerate(pairwise(cuts)):
-                drawn[worker].extend(self._ledger.draw_rows(entry.id, worker, hi - lo))
+                rows = self._ledger.draw_rows(entry.id, worker, hi - lo)
+                drawn[worker].extend(rows)
+                self.planned_rows.append((entry.lo, rows))
         return [
             dataclasses.replace(
                 steps, pieces=merge_ranges(pieces), ahead=self._ledger.lookahead(worker)

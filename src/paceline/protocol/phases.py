@@ -4,11 +4,11 @@ import dataclasses
 
 from paceline.errors import SpecError
 from paceline.protocol.messages import EnterPhase, PhaseEntered, WorkerReady
-from paceline.protocol.pace import PaceContext
+from paceline.protocol.pace import Pace, PaceContext
 from paceline.protocol.recovery import Script, ViewSequence
 from paceline.protocol.run_spec import PaceFactory, PolicyFactory, RunStopped
 from paceline.protocol.switch_policy import SwitchDecision, SwitchPolicy
-from paceline.specs.strategy import Strategy
+from paceline.specs.strategy import Strategy, WorkerGroups
 from paceline.telemetry.events import StrategyStarted, StrategySwitched, SwitchRow
 
 
@@ -19,9 +19,6 @@ class PhaseSequence(ViewSequence):
     _make_policy: PolicyFactory
     _policy: SwitchPolicy
     _facts: WorkerReady
-    _servers: dict[int, tuple[str, int]]
-    _rollback_phase: int | None = None
-    """The phase whose state the workers keep during a trial switch."""
 
     def _enter(self, decision: SwitchDecision | None) -> Script[None]:
         """Starts the strategy of a phase on all workers."""
@@ -80,18 +77,22 @@ class PhaseSequence(ViewSequence):
             *(history.phase, servers, switching, groups, snapshot, restore, best, history.lr_gain)
         )
         self._entering = True
+        self._take_snapshot(entering=True)
         yield from self._ask_all_workers(question, PhaseEntered)
         self._entering = False
+        self._pace = self._make_pace_of_view(groups)
+
+    def _make_pace_of_view(self, groups: WorkerGroups) -> Pace:
         context = PaceContext(
-            workers=size,
-            batch=history.batch,
+            workers=self.view.size,
+            batch=self.history.batch,
             ledger=self._ledger,
-            history=history,
+            history=self.history,
             clip=self.plan.clip if self.plan.clip is not None else self._facts.clip,
             groups=groups,
             speeds=self._rank_speeds,
         )
-        self._pace = self._make_pace(strategy, context)
+        return self._make_pace(self._strategy(), context)
 
     def _make_new_policy(self) -> None:
         try:

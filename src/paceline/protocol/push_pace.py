@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from paceline.protocol.balance import split_batch
+from paceline.protocol.block_plan import RowRanges
 from paceline.protocol.clock import Clock, Push
 from paceline.protocol.ledger import ALL_WORKERS, LeaseEntry
 from paceline.protocol.messages import (
@@ -16,7 +17,14 @@ from paceline.protocol.messages import (
     Message,
     ShardSqNorm,
 )
-from paceline.protocol.pace import OutgoingMessage, Pace, PaceContext, Send, SendToServers
+from paceline.protocol.pace import (
+    CoveredWork,
+    OutgoingMessage,
+    Pace,
+    PaceContext,
+    Send,
+    SendToServers,
+)
 from paceline.protocol.staleness import StalenessMeter
 
 
@@ -57,6 +65,10 @@ class PushPace(Pace):
         self._share = [sum(cuts[w + 1] - cuts[w] for w in members) for members in self._push_units]
         self._leases: dict[tuple[int, int], Lease] = {}
         self._arrived: dict[int, dict[int, GradientPushed]] = {}
+        self._rows: dict[int, RowRanges] = {}
+        """Rows of the gradients that have arrived, by unit."""
+        self._pushed: dict[tuple[int, int], tuple[int, int, RowRanges]] = {}
+        """Positions and rows of each push, by unit and handle, until it is applied."""
         self._squares: dict[int, dict[int, float]] = {}
         self._last_staleness = [-1] * len(self._push_units)
         self._idle: set[int] = set()
@@ -148,6 +160,8 @@ class PushPace(Pace):
             orders = [self._update(pushes) for pushes in self._clock.flush().updates]
         self._leases.clear()
         self._arrived.clear()
+        self._rows.clear()
+        self._pushed.clear()
         self._ledger.return_all()
         self.drained = True
         return orders
@@ -180,6 +194,8 @@ class PushPace(Pace):
             return []  # A duplicate, or for a lease that the worker no longer holds.
         unit = self._unit_of[report.worker]
         leader, samples = report, report.samples
+        if lease.row_ranges:
+            self._rows[unit] = (*self._rows.get(unit, ()), *lease.row_ranges)
         if len(self._push_units[unit]) > 1:
             arrived = self._arrived.setdefault(unit, {})
             arrived[report.worker] = report
@@ -191,6 +207,7 @@ class PushPace(Pace):
         in_rounds = self._clock.synchronous
         lo, hi = (lease.lo, lease.hi) if in_rounds else (lease.start, lease.stop)
         push = Push(unit, leader.handle, samples, self._share_of_batch(lo, hi), leader.base)
+        self._pushed[unit, push.handle] = (lo, hi, self._rows.pop(unit, ()))
         verdict = self._clock.on_push(push, now)
         orders: list[OutgoingMessage] = [self._update(pushes) for pushes in verdict.updates]
         if not in_rounds:
@@ -205,8 +222,9 @@ class PushPace(Pace):
         history, rules = self._history, self._rules
         single = len(pushes) == 1
         samples = pushes[0].samples if single else sum([p.samples for p in pushes])
-        most_stale, parts = 0, []
+        most_stale, parts, covers = 0, [], []
         for push in pushes:
+            lo, hi, rows = self._pushed.pop((push.worker, push.handle))
             if push.samples:
                 staleness = self.version - push.base
                 self._last_staleness[push.worker] = staleness
@@ -217,6 +235,7 @@ class PushPace(Pace):
                 if not single:
                     weight = weight * push.samples / samples
                 parts.append(GradientRef(self._push_units[push.worker][0], push.handle, weight))
+                covers.append(CoveredWork(lo, hi, staleness, rows))
         self.version += 1
         history.updates += 1
         history.add_samples(samples)
@@ -227,7 +246,7 @@ class PushPace(Pace):
         fraction = self._meter.on_update(pushes, share) if self._meter is not None else None
         scale = rules.lr_scale(share, most_stale) if fraction is None else 1.0
         update = ApplyUpdate(self.version, tuple(parts), scale, self._clip, fraction)
-        return SendToServers(rules.servers, update)
+        return SendToServers(rules.servers, update, tuple(covers))
 
     def _on_reduced(self, report: ShardSqNorm) -> list[OutgoingMessage]:
         squares = self._squares.setdefault(report.version, {})

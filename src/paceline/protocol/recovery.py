@@ -16,8 +16,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
-from paceline.protocol.history import History
-from paceline.protocol.ledger import Ledger
+from paceline.protocol.journal import ViewBegun
+from paceline.protocol.journal_keeper import JournalKeeper
 from paceline.protocol.membership import Membership
 from paceline.protocol.messages import (
     Dismiss,
@@ -50,15 +50,13 @@ T = TypeVar("T")
 Script = Generator[None, list[Any], T]
 
 
-class ViewSequence:
+class ViewSequence(JournalKeeper):
     """Members of a run and the change of views; `RunSequence` adds what happens inside one."""
 
-    plan: RunSpec
-    history: History
-    _ledger: Ledger
     _horizon: RunHorizon
 
     def __init__(self, plan: RunSpec, now: float) -> None:
+        self.plan = plan
         self.view = MembershipView(0, tuple(range(plan.workers)), tuple(range(plan.servers)))
         self.members = Membership(plan.workers, now)
         self._now = now
@@ -267,6 +265,7 @@ class ViewSequence:
         self._lost, self._joining = {}, {}
         self._answered, self._last_step, self._resumed = {}, {}, {}
         version = self._pace.version if self._pace is not None else 0
+        self._write(ViewBegun(self._now, self.view.number, members))
         offers: list[StateOffered] = yield from self._ask_all_workers(
             Regroup(self.view.number, members, version, self._entering), StateOffered
         )
@@ -332,10 +331,12 @@ class ViewSequence:
     def _send(self, orders: list[OutgoingMessage]) -> None:
         """Addresses messages of the pace, which knows ranks, to workers."""
         workers = self.view.workers
+        self._note_planned_rows()
         for order in orders:
             if isinstance(order, Send):
                 self._actions.append(Send(workers[order.worker], order.message))
             else:
+                self._note_update(order)
                 self._actions.append(order)
 
     def _ask_all_workers(self, question: Message, answer: type[Message]) -> Script[list[Any]]:

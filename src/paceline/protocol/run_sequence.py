@@ -13,6 +13,7 @@ from typing import Any
 from paceline.protocol.adaptive_batch import BatchAdapter
 from paceline.protocol.block_plan import layout_fingerprint
 from paceline.protocol.history import CoordinatorMemory, History
+from paceline.protocol.journal import RESTARTED, RunPosition
 from paceline.protocol.ledger import Ledger
 from paceline.protocol.messages import (
     CheckpointWritten,
@@ -25,10 +26,11 @@ from paceline.protocol.messages import (
     Quiesce,
     Quiesced,
     SaveCheckpoint,
+    ShardSqNorm,
     WorkerFinished,
     WorkerReady,
 )
-from paceline.protocol.pace import Send
+from paceline.protocol.pace import Send, SendToServers
 from paceline.protocol.phases import PhaseSequence
 from paceline.protocol.recovery import Script, describe_difference, same_facts
 from paceline.protocol.run_spec import (
@@ -41,6 +43,7 @@ from paceline.protocol.run_spec import (
 )
 from paceline.protocol.switch_policy import RunHorizon, SwitchDecision, SwitchPolicy
 from paceline.protocol.throughput import TrainTotals
+from paceline.protocol.view import MembershipView
 from paceline.specs.measurement_window import WINDOW_BATCHES
 from paceline.telemetry.events import (
     CheckpointSaved,
@@ -69,7 +72,6 @@ class RunSequence(PhaseSequence):
     ) -> None:
         """`paces` and `policies` come from the registry, `memory` from a checkpoint."""
         super().__init__(plan, now)
-        self.plan = plan
         self._make_pace, self._make_policy = paces, policies
         self.history = History.from_plain(memory["history"]) if memory else History()
         # A run resumed with another strategy may have fewer phases than before.
@@ -81,14 +83,24 @@ class RunSequence(PhaseSequence):
         self.final: dict[str, float | None] = {}
         self.notes: tuple[str, ...] = ()
         self._view_samples = self.history.samples
-        self._servers: dict[int, tuple[str, int]] = {}
+        self._servers = {}
+        self._server_versions: dict[int, int] = {}
+        self._last_saved = self.history.samples
+        self._first_rows = {}
         self._policy: SwitchPolicy
         self._adapter: BatchAdapter | None = None
         self._decision: SwitchDecision | None = None
-        self._rollback_phase: int | None = None
+        self._rollback_phase = None
         """The phase whose state the workers keep during a trial switch."""
         self._has_best = False  # Workers keep the state of an epoch for the end of the run.
         self._ended = False
+        self._is_adopting = False
+        """True until the workers of another coordinator have returned."""
+        self._early_norms: list[ShardSqNorm] = []
+        """Norms that servers had reported to another coordinator."""
+        self._adopted = memory.get("position") if memory else None
+        if self._adopted is not None:
+            self._adopt_view(self._adopted)
         self._sequence = self._run_sequence()
         next(self._sequence)
 
@@ -149,31 +161,38 @@ class RunSequence(PhaseSequence):
         samples = ready.samples
         position = history.samples - history.epoch * samples
         check_position(history, ready, position, self._layout_before)
+        adopted = self._adopted
+        if adopted is not None:
+            position = adopted.position
         ledger = self._ledger = Ledger(
             samples,
             epoch=history.epoch,
             position=position,
             layout=ready.layout,
-            left=self._left if position else None,
+            left=self._left if position or adopted is not None else None,
         )
-        last_saved = history.samples
         self.notes = ready.notes
         length = RunLengthKnown(t=self._event_time, epochs=ready.epochs, samples_per_epoch=samples)
         self._emit(dataclasses.replace(length, notes=ready.notes))
         self._facts = ready
         ended = history.epoch and not position and self.plan.stop_reason(history, ready.epochs)
+        if adopted is not None:
+            self._restore_interval(adopted)
+            yield from self._regroup()
         # A run that is resumed at a switch point switches now.
         decision = None if ended else self._record(self._policy.decide(history))
-        if self._lost or self._joining or self._departing() or self._must_regroup:
+        must_regroup = self._lost or self._joining or self._departing() or self._must_regroup
+        if must_regroup and adopted is None:
             yield from self._regroup()
-        yield from self._enter(decision)
+        if adopted is None or decision is not None:
+            yield from self._enter(decision)
         if ended:  # It was lost in its last evaluation, or while it saved the model.
             yield from self._retrying(self._settle)
             yield from self._finish(ready)
             return
         while True:
             next_stop = self._policy.next_stop(history)
-            stop = self.plan.next_stop(history, ready, ledger.frontier, next_stop, last_saved)
+            stop = self.plan.next_stop(history, ready, ledger.frontier, next_stop, self._last_saved)
             replies = yield from self._retrying(partial(self._train_and_settle, stop))
             epoch_ended = ledger.frontier == ready.samples
             giving_up = self._decision is not None and self._decision.restore
@@ -189,14 +208,15 @@ class RunSequence(PhaseSequence):
                 history.epoch += 1
                 ledger.begin_epoch(history.epoch)
                 self._adapt_batch()
+                self._take_snapshot()
             if self._decision is not None and self._decision.restore:
                 # Immediately, so that the current weights do not become a checkpoint or the result.
                 yield from self._enter(self._decision)
                 self._decision = None
             reason = self.plan.stop_reason(history, ready.epochs) if epoch_ended else None
-            if self.plan.checkpoint_due(history, epoch_ended, last_saved, reason):
+            if self.plan.checkpoint_due(history, epoch_ended, self._last_saved, reason):
                 yield from self._save(ledger)
-                last_saved = history.samples
+                self._last_saved = history.samples
             if reason is not None:
                 break
             if epoch_ended:
@@ -218,6 +238,38 @@ class RunSequence(PhaseSequence):
                 yield from self._enter(decision)
         yield from self._conclude()
         yield from self._finish(ready)
+
+    def _adopt_view(self, adopted: RunPosition) -> None:
+        """Takes over the workers of another coordinator, for the next view."""
+        self.view = MembershipView(adopted.view, adopted.members, self.view.servers)
+        self._is_adopting = True
+        self.members.replace(adopted.members, self._now)
+        self._view_samples, self._last_saved = adopted.view_samples, adopted.last_saved
+        self._rollback_phase, self._has_best = adopted.rollback_phase, adopted.has_best
+        self._entering = adopted.entering
+        self._begin_change()
+        self._reasons.append(RESTARTED)
+
+    def _restore_interval(self, adopted: RunPosition) -> None:
+        """Continues where the other coordinator was, with all of its work taken back."""
+        strategy = self._strategy()
+        self._is_adopting = False
+        self._ledger.restore(adopted.done, adopted.planned)
+        self._interrupt_others()
+        if adopted.entering:
+            return
+        self._pace = self._make_pace_of_view(
+            strategy.worker_groups(self.view.size, self._rank_speeds)
+        )
+        self._pace.version = adopted.version
+        servers = strategy.servers_for(self.plan.workers)
+        behind = min((self._server_versions[i] for i in range(servers)), default=0)
+        # Servers ignore what they have received before.
+        self._actions.extend(
+            SendToServers(servers, order) for order in adopted.orders if order.version > behind
+        )
+        for norm in self._early_norms:
+            self._send(self._pace.on_report(norm, self._now))
 
     def _adapt_batch(self) -> None:
         """Sets the batch of the next epoch, where it is adaptive."""
@@ -265,6 +317,7 @@ class RunSequence(PhaseSequence):
         idle = self._strategy().idle_workers(self.view.size) | history.excluded_workers
         least = WINDOW_BATCHES * history.batch
         history.throughput.begin(self.view.size, history.phase, self._now, idle, least)
+        self._take_snapshot(training=True)
         self._send(self._pace.run_to(stop, self._now))
         if self._joining or self._departing():
             self._stop_early()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from paceline.protocol.adaptive_batch import BatchRule
 from paceline.protocol.block_plan import layout_fingerprint
 from paceline.protocol.history import History
+from paceline.protocol.journal import JournalEntry
 from paceline.protocol.messages import WorkerReady
 from paceline.protocol.pace import OutgoingMessage, Pace, PaceContext
 from paceline.protocol.switch_policy import RunHorizon, SwitchPolicy
@@ -36,6 +37,8 @@ class RunSpec:
     """Adapts the global batch; None if it is constant."""
     min_workers: int = 0
     """The run continues as long as this many workers remain; 0 means all of them."""
+    journaled: bool = False
+    """True if the workers outlive their coordinator, so that another one may continue the run."""
 
     @property
     def servers(self) -> int:
@@ -121,6 +124,13 @@ class InterruptWorker:
 
 
 @dataclass(frozen=True)
+class WriteJournal:
+    """An entry of the journal, to write before the actions that follow."""
+
+    entry: JournalEntry
+
+
+@dataclass(frozen=True)
 class RefuseWorker:
     """Stop a worker that cannot join."""
 
@@ -135,7 +145,15 @@ class ReleaseWorker:
     worker: int
 
 
-Action = OutgoingMessage | EmitEvent | EndRun | InterruptWorker | RefuseWorker | ReleaseWorker
+Action = (
+    OutgoingMessage
+    | EmitEvent
+    | EndRun
+    | InterruptWorker
+    | RefuseWorker
+    | ReleaseWorker
+    | WriteJournal
+)
 PaceFactory = Callable[[Strategy, PaceContext], Pace]
 PolicyFactory = Callable[[Strategy, RunHorizon], SwitchPolicy]
 

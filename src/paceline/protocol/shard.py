@@ -52,6 +52,7 @@ class ServerShard:
         self._factors: dict[int, float] = {}
         self._pulls: list[tuple[int, int, Handle | None]] = []
         self._last: dict[int, int] = {}
+        self._waits_for_pushes = True
 
     def on_gradient(self, worker: int, handle: int) -> list[ShardAction]:
         self._arrived.add((worker, handle))
@@ -74,8 +75,15 @@ class ServerShard:
         self._pulls.append((ticket, at_least, after))
         return []
 
+    def forget_pushes(self) -> list[ShardAction]:
+        """Answers pulls without waiting for gradients, until the next import of state."""
+        self._waits_for_pushes = False
+        return self._answer_pulls()
+
     def _may_answer(self, at_least: int, after: Handle | None) -> bool:
-        applied = after is None or self._last.get(after[0], 0) >= after[1]
+        applied = (
+            after is None or not self._waits_for_pushes or self._last.get(after[0], 0) >= after[1]
+        )
         return self.version >= at_least and applied
 
     def _advance(self) -> list[ShardAction]:
@@ -98,7 +106,10 @@ class ServerShard:
             self._last.update(handles)
             self.version = order.version
         if actions and self._pulls:
-            ready = [p for p in self._pulls if self._may_answer(p[1], p[2])]
-            self._pulls = [p for p in self._pulls if p not in ready]
-            actions.extend(SendWeights(ticket, self.version) for ticket, _, _ in ready)
+            actions.extend(self._answer_pulls())
         return actions
+
+    def _answer_pulls(self) -> list[ShardAction]:
+        ready = [p for p in self._pulls if self._may_answer(p[1], p[2])]
+        self._pulls = [p for p in self._pulls if p not in ready]
+        return [SendWeights(ticket, self.version) for ticket, _, _ in ready]

@@ -6,6 +6,7 @@ DIR/events/run.jsonl        the coordinator's events;  DIR/events/worker-K.jsonl
 DIR/logs/worker-K.log       output of a process;     DIR/checkpoints/SAMPLES/   TrainState
 DIR/result.json  DIR/model.safetensors  DIR/report.html  (of a Keras model also DIR/model.keras)
 DIR/run.lock                held by the supervisor while the run is in progress (run_lock.py)
+DIR/coordinator.json  DIR/journal.jsonl      while the workers of a run may outlive its supervisor
 
 Files that are being written have the suffix `.partial`, and checkpoints also a leading dot.
 """
@@ -29,7 +30,10 @@ COORDINATOR = "run"
 KERAS = "model.keras"
 """The whole model in Keras's own format, next to its weights."""
 RUN_FOLDERS = ("events", "logs", "checkpoints", "profile")
-RUN_FILES = ("run.json", "metrics.json", "result.json", "model.safetensors", KERAS, "report.html")
+RUN_FILES = (
+    *("run.json", "metrics.json", "result.json", "model.safetensors", KERAS, "report.html"),
+    *("coordinator.json", "journal.jsonl"),
+)
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -53,6 +57,10 @@ class RunFolder:
         self.report = self.path / "report.html"
         self.model = self.path / "model.safetensors"
         self.checkpoints = self.path / "checkpoints"
+        self.address = self.path / "coordinator.json"
+        """Address of the coordinator, for processes that may outlive it."""
+        self.journal = self.path / "journal.jsonl"
+        """Journal from which another coordinator continues; readable only by its owner."""
         self.metrics = self.path / "metrics.json"
         """URL and token of the metrics endpoint; readable only by its owner."""
 
@@ -132,6 +140,28 @@ class RunFolder:
     def event_bytes(self) -> int:
         """Returns the total size of the event files."""
         return sum(path.stat().st_size for path in self.path.glob("events/*.jsonl"))
+
+
+@dataclass(frozen=True)
+class CoordinatorAddress:
+    """Address at which the coordinator of a run listens."""
+
+    incarnation: int
+    """Its number among the coordinators of the run."""
+    host: str
+    port: int
+    pid: int
+
+
+def read_address(folder: RunFolder) -> CoordinatorAddress | None:
+    """Returns the address of the coordinator; None if the run is over."""
+    try:
+        plain = json.loads(folder.address.read_text(encoding="utf-8"))
+        return CoordinatorAddress(
+            int(plain["incarnation"]), str(plain["host"]), int(plain["port"]), int(plain["pid"])
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def process_order(process: str) -> tuple[int, int]:

@@ -21,6 +21,8 @@ from pathlib import Path
 from paceline.errors import UsageError
 
 LOCK_FILE = "run.lock"
+WATCHDOG_FILE = "watchdog.lock"
+"""Held by the process that continues a detached run if its supervisor is killed."""
 RETRY_S = 0.3
 """A reader that tests the lock holds it for an instant."""
 _UNSUPPORTED = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
@@ -39,6 +41,19 @@ class LockHolder:
 
 
 @contextlib.contextmanager
+def held_lock(folder: Path, name: str) -> Iterator[None]:
+    """Holds a lock in an existing folder. Raises UsageError if another process holds it."""
+    descriptor = _acquire(folder, name)
+    try:
+        yield
+    finally:
+        # Unlinked before it is released: no other process holds a lock on this file.
+        if _is_current(descriptor, folder / name):
+            (folder / name).unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
 def locked_folder(folder: Path) -> Iterator[bool]:
     """Holds the lock of a run folder, and yields whether the folder was created for it.
 
@@ -50,7 +65,8 @@ def locked_folder(folder: Path) -> Iterator[bool]:
     fresh = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = _acquire(folder)
+        lock = contextlib.ExitStack()
+        lock.enter_context(held_lock(folder, LOCK_FILE))
     except OSError as error:
         raise UsageError(
             f"--out {folder} cannot be written ({error.strerror}); choose another directory"
@@ -58,17 +74,15 @@ def locked_folder(folder: Path) -> Iterator[bool]:
     try:
         yield fresh
     finally:
-        # Unlinked before it is released: no other process holds a lock on this file.
-        (folder / LOCK_FILE).unlink(missing_ok=True)
-        os.close(descriptor)
+        lock.close()
         if fresh:
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
 
-def _acquire(folder: Path) -> int:
+def _acquire(folder: Path, name: str) -> int:
     deadline = time.monotonic() + RETRY_S
-    path = folder / LOCK_FILE
+    path = folder / name
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -109,19 +123,19 @@ def _is_current(descriptor: int, path: Path) -> bool:
         return False
 
 
-def read_holder(folder: Path) -> LockHolder | None:
+def read_holder(folder: Path, name: str = LOCK_FILE) -> LockHolder | None:
     """Returns the process named in the lock file; None without a readable one."""
     try:
-        plain = json.loads((folder / LOCK_FILE).read_text(encoding="utf-8"))
+        plain = json.loads((folder / name).read_text(encoding="utf-8"))
         return LockHolder(int(plain["pid"]), str(plain["host"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def is_running(folder: Path) -> bool:
-    """Returns whether a supervisor holds the lock of this folder."""
+def is_running(folder: Path, name: str = LOCK_FILE) -> bool:
+    """Returns whether a supervisor, or another process, holds its lock in this folder."""
     try:
-        descriptor = os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:

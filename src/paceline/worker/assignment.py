@@ -58,6 +58,10 @@ class Assignment(BaseModel, frozen=True, extra="forbid"):
     keep_checkpoints: int = 2
     elastic: bool = False
     """The run continues without workers that are lost."""
+    orphan_grace_s: float = 0.0
+    """Time to wait for another coordinator if this one is lost; 0: end with it."""
+    incarnation: int = 0
+    """Number of the coordinator among those of the run."""
     joins: int = 0
     """Number of restarts of this worker, which then joins a run that has begun."""
     slowdowns: tuple[dict[str, float], ...] = ()
@@ -75,6 +79,11 @@ class Assignment(BaseModel, frozen=True, extra="forbid"):
     @property
     def process_name(self) -> str:
         return f"{self.kind}-{self.index}"
+
+    @property
+    def may_outlive(self) -> bool:
+        """True if the process may outlive the coordinator: it finds the next in the run folder."""
+        return self.orphan_grace_s > 0 and self.folder is not None
 
 
 def pack_assignment(assignment: Assignment, live: bytes | None = None) -> bytes:

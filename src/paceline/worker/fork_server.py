@@ -33,6 +33,8 @@ MODULE = "paceline.worker.fork_server"
 PADDING = "-" * 64
 """Last argument: room in the argument list for the title of a child."""
 FORK = b"fork"
+KEEP = b"keep"
+"""The same for a child that outlives the supervisor, and ends on its own."""
 READY = b"ready"
 """Sent once everything is imported; any other message is the reason for the end of the server."""
 STATUS_BYTES = 8
@@ -91,13 +93,14 @@ def main() -> NoReturn:
         problem = fork_problem()
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
-    try:
+    server = ForkServer(control, parent)
+    # If the supervisor is gone, it does not need the reason.
+    with contextlib.suppress(OSError):
         if problem is None:
             control.send(READY)
-            problem = ForkServer(control, parent).serve()
+            problem = server.serve()
         control.send(problem.encode())
-    except OSError:
-        pass  # The supervisor is gone and does not need the reason.
+    server.wait_for_kept()
     os._exit(0)
 
 
@@ -142,6 +145,8 @@ class ForkServer:
         self._selector.register(control, selectors.EVENT_READ)
         self._children: dict[int, tuple[int, int]] = {}
         """By pidfd: pid and status pipe."""
+        self._kept: set[int] = set()
+        """The pids of those that outlive the supervisor."""
 
     def serve(self) -> str:
         """Runs until the supervisor is gone or forking is unsafe; returns the reason."""
@@ -155,16 +160,25 @@ class ForkServer:
             if os.getppid() != self._parent:
                 problem = "the supervisor ended"
         for pid, _ in self._children.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
+            if pid not in self._kept:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
         return problem
+
+    def wait_for_kept(self) -> None:
+        """Waits for the children that outlive the supervisor: the kernel ends them with this
+        process."""
+        self._selector.unregister(self._control)
+        while self._kept:
+            for key, _ in self._selector.select():
+                self._report_end(key.fd)
 
     def _handle_request(self) -> str | None:
         try:
             request, descriptors, _, _ = socket.recv_fds(self._control, len(FORK), 3)
         except OSError:
             request, descriptors = b"", []
-        if request != FORK:
+        if request not in (FORK, KEEP):
             return "the supervisor closed the connection"
         problem = fork_problem()
         if problem is not None:
@@ -178,6 +192,8 @@ class ForkServer:
         # If the supervisor gave up waiting, the child reads end of file and exits.
         with contextlib.suppress(BrokenPipeError):
             os.write(status, pid.to_bytes(STATUS_BYTES, "little", signed=True))
+        if request == KEEP:
+            self._kept.add(pid)
         descriptor = os.pidfd_open(pid)
         self._children[descriptor] = (pid, status)
         self._selector.register(descriptor, selectors.EVENT_READ)
@@ -185,6 +201,7 @@ class ForkServer:
 
     def _report_end(self, descriptor: int) -> None:
         pid, status = self._children.pop(descriptor)
+        self._kept.discard(pid)
         self._selector.unregister(descriptor)
         os.close(descriptor)
         _, wait_status = os.waitpid(pid, 0)

@@ -51,10 +51,11 @@ def run_process(
     assignment: Assignment, live: bytes | None, commands: IO[bytes], servers: list[ChildProcess]
 ) -> NoReturn:
     """Runs a worker or server to its end; reports a failure to the supervisor, then exits."""
-    threading.Thread(
-        target=_watch_parent, args=(commands, assignment.process_name, servers), daemon=True
-    ).start()
     wait_s = 2 * assignment.timeout_s + MARGIN_S
+    link: list[ControlConnection] = []
+    threading.Thread(
+        target=_watch_parent, args=(commands, assignment, servers, link), daemon=True
+    ).start()
     control = ControlConnection(
         assignment.host,
         assignment.port,
@@ -62,9 +63,16 @@ def run_process(
         who=assignment.process_name,
         pid=os.getpid(),
         timeout_s=wait_s,
+        incarnation=assignment.incarnation,
+        can_rejoin=assignment.may_outlive,
     )
     if assignment.kind == "worker" and assignment.elastic:
         _leave_on_sigterm(assignment, control)
+    link.append(control)
+    if assignment.may_outlive:
+        from paceline.worker.orphan import keep_connected
+
+        keep_connected(control, assignment)
     code = 1
     try:
         _run(assignment, control, live, wait_s)
@@ -205,8 +213,15 @@ def _report_failure(
         control.send(message)
 
 
-def _watch_parent(commands: IO[bytes], who: str, servers: list[ChildProcess]) -> None:
-    """Carries out commands of the parent; exits at end of file, when the parent is gone."""
+def _watch_parent(
+    commands: IO[bytes],
+    assignment: Assignment,
+    servers: list[ChildProcess],
+    link: list[ControlConnection],
+) -> None:
+    """Carries out commands of the parent. At end of file the parent is gone: exits, unless this
+    process waits for another coordinator."""
+    who = assignment.process_name
     for line in commands:
         if line.strip() == b"stacks":
             print(f"\n{STACKS_BEGIN}{who}", file=sys.stderr, flush=True)
@@ -214,7 +229,10 @@ def _watch_parent(commands: IO[bytes], who: str, servers: list[ChildProcess]) ->
             print(f"{STACKS_END}{who}", file=sys.stderr, flush=True)
         elif line.startswith(b"fault "):
             _inject_fault(line.decode().split(), servers)
-    os._exit(1)
+    if not assignment.may_outlive or not link:
+        os._exit(1)
+    if link[0].generation == 0:  # Otherwise it belongs to another coordinator already.
+        link[0].lost.set()
 
 
 def _inject_fault(words: list[str], servers: list[ChildProcess]) -> None:

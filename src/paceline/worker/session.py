@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.comm.process_group import CollectiveGroup, CoordinatorStore
-from paceline.comm.wire import AlertConnection, ControlConnection
+from paceline.comm.wire import REJOIN_TIMEOUT_S, AlertConnection, ControlConnection
 from paceline.errors import CheckpointError, PacelineError, PeerLost, StateError, UsageError
 from paceline.protocol.exchange_probe import ExchangeProbe
 from paceline.protocol.messages import ExchangeFailed, Heartbeat
@@ -58,20 +58,23 @@ def connect_group(
     rank, size = assignment.index, assignment.workers
     if size == 1:
         return CollectiveGroup(rank, size)
-    store = open_store(assignment, wait_s)
+    store = open_store(assignment, control, wait_s)
     address = assignment.bind or control.local_address
     return CollectiveGroup.init(store, rank=rank, size=size, address=address)
 
 
-def open_store(assignment: Assignment, wait_s: float, prefix: str = "") -> CoordinatorStore:
+def open_store(
+    assignment: Assignment, control: ControlConnection, wait_s: float, prefix: str = ""
+) -> CoordinatorStore:
     """Connects to the store in which the workers of one view meet."""
     return CoordinatorStore(
-        assignment.host,
-        assignment.port,
+        control.host,
+        control.port,
         token=assignment.token,
         who=assignment.process_name,
         timeout_s=wait_s,
         prefix=prefix,
+        retry_s=REJOIN_TIMEOUT_S if assignment.elastic else None,
     )
 
 
@@ -167,7 +170,7 @@ class Session:
         assignment, view = self.assignment, self.control.view
         group = CollectiveGroup(rank, size)
         if size > 1:
-            store = open_store(assignment, self._wait_s, f"view-{view}/")
+            store = open_store(assignment, self.control, self._wait_s, f"view-{view}/")
             group = CollectiveGroup(rank, size, store=store)
         self.context = dataclasses.replace(
             self.context, rank=rank, size=size, group=group, view=view
@@ -189,20 +192,26 @@ class Session:
 
     def _receive_alerts(self) -> None:
         """Interrupts exchanges with other workers when their view ends."""
-        assignment = self.assignment
-        with contextlib.suppress(PacelineError):
-            alerts = AlertConnection(
-                assignment.host,
-                assignment.port,
-                token=assignment.token,
-                who=assignment.process_name,
-                pid=os.getpid(),
-                timeout_s=self._wait_s,
-            )
-            while not self._closing.is_set():
-                self._ended_view = alerts.receive()
-                if self._ended_view >= self.control.view:
-                    self.context.group.abort()
+        assignment, control = self.assignment, self.control
+        while not self._closing.is_set():
+            generation = control.generation
+            with contextlib.suppress(PacelineError):
+                alerts = AlertConnection(
+                    control.host,
+                    control.port,
+                    token=assignment.token,
+                    who=assignment.process_name,
+                    pid=os.getpid(),
+                    timeout_s=self._wait_s,
+                    incarnation=control.incarnation,
+                )
+                while not self._closing.is_set():
+                    self._ended_view = alerts.receive()
+                    if self._ended_view >= control.view:
+                        self.context.group.abort()
+            if not assignment.may_outlive:
+                return
+            control.wait_until_rejoined(generation)
 
     def start(self, replica: Replica, *, seed: int) -> TrainState:
         """Joins the other workers and returns the initial state.

@@ -86,20 +86,20 @@ def run_worker_job(
         slow = session.slowdown.max_factor if session.slowdown is not None else 1.0
         speed, cv = probe_speed(model, loss_of, feed, job.batch // session.size or 1)
         speed /= slow
-    control.send(
-        WorkerReady(
-            session.rank,
-            feed.samples,
-            job.batch,
-            job.epochs,
-            tables.splits,
-            speed,
-            feed.layout,
-            cv=cv,
-            exchange=session.probe_exchange(),
-            notes=tables.notes(session.size),
-        )
+    ready = WorkerReady(
+        session.rank,
+        feed.samples,
+        job.batch,
+        job.epochs,
+        tables.splits,
+        speed,
+        feed.layout,
+        cv=cv,
+        exchange=session.probe_exchange(),
+        notes=tables.notes(session.size),
     )
+    control.greeting = lambda: [ready]
+    control.send(ready)
     run_training_loop(job, session, session.client, feed, loss_of, profiler)
     feed.close()
     session.close()

@@ -19,7 +19,15 @@ import threading
 from dataclasses import dataclass
 from typing import IO
 
-from paceline.worker.fork_server import FORK, MODULE, PADDING, READY, STATUS_BYTES, ChildSetup
+from paceline.worker.fork_server import (
+    FORK,
+    KEEP,
+    MODULE,
+    PADDING,
+    READY,
+    STATUS_BYTES,
+    ChildSetup,
+)
 
 IS_SUPPORTED = hasattr(os, "pidfd_open")
 """Linux 5.3 or newer."""
@@ -87,19 +95,26 @@ class ForkServerClient:
         self.running = 0
         """Number of processes that have not ended."""
         self._ready = False
+        self._keeps = False
+        """True if it may have children that outlive this process."""
 
     def is_running(self) -> bool:
         return self._popen.poll() is None
 
-    async def fork(self, setup: ChildSetup) -> ForkedProcess:
-        """Starts a process. Raises ForkServerError with the reason if it cannot."""
+    async def fork(self, setup: ChildSetup, *, keep: bool = False) -> ForkedProcess:
+        """Starts a process, which outlives this one with `keep`.
+
+        Raises ForkServerError with the reason if it cannot.
+        """
+        self._keeps |= keep
         (input_end, stdin), (stdout, output_end), (status, status_end) = (
             os.pipe() for _ in range(3)
         )
         files = os.fdopen(stdin, "wb", 0), os.fdopen(stdout, "rb", 0), os.fdopen(status, "rb", 0)
         try:
             try:
-                socket.send_fds(self._control, [FORK], [input_end, output_end, status_end])
+                request = KEEP if keep else FORK
+                socket.send_fds(self._control, [request], [input_end, output_end, status_end])
             finally:
                 for descriptor in (input_end, output_end, status_end):
                     os.close(descriptor)
@@ -142,6 +157,8 @@ class ForkServerClient:
         try:
             self._popen.wait(EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
+            if self._keeps:
+                return  # It ends with them.
             self._popen.kill()
             self._popen.wait()
 

@@ -33,7 +33,8 @@ class LocalProcess:
         assert process.stdin is not None
         assert process.stdout is not None
         self.process_name = who
-        self.pid = process.pid
+        self.pid: int | None = process.pid
+        self._session = process.pid
         self.location = f"pid {process.pid}"
         self._stdin = process.stdin
         self._stdin.write(input)
@@ -63,7 +64,7 @@ class LocalProcess:
     def kill(self) -> None:
         # The whole session: a worker's servers are its children and share it.
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+            os.killpg(self._session, signal.SIGKILL)
 
 
 class LocalLauncher(Launcher):
@@ -76,6 +77,7 @@ class LocalLauncher(Launcher):
     engine = "local"
     supports_live_objects = True
     starts_servers = True
+    processes_survive = True
 
     def __init__(self, *, fork: bool = True) -> None:
         """`fork=False` starts every process with a new Python interpreter."""
@@ -112,7 +114,9 @@ class LocalLauncher(Launcher):
         process: StartedProcess | None = None
         if self._fork:
             try:
-                process = await get_fork_server().fork(child_setup(assignment, environment))
+                process = await get_fork_server().fork(
+                    child_setup(assignment, environment), keep=assignment.may_outlive
+                )
             except (ForkServerError, OSError) as error:
                 self._fork = False
                 on_line("supervisor", f"fork server: {error}; spawning processes instead")

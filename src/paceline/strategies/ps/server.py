@@ -18,7 +18,14 @@ import torch
 
 from paceline.comm.wire import MAX_BODY, Channel, ControlConnection
 from paceline.errors import DeadlineExceeded, PacelineError, PeerLost, WireError
-from paceline.protocol.messages import ApplyUpdate, ClipFactor, ServerReady, ShardSqNorm, StopServer
+from paceline.protocol.messages import (
+    ApplyUpdate,
+    ClipFactor,
+    Message,
+    ServerReady,
+    ShardSqNorm,
+    StopServer,
+)
 from paceline.protocol.shard import Handle, ServerShard, ShardAction, StepOptimizer, SumGradients
 from paceline.strategies.ps.messages import (
     ExportSlots,
@@ -93,6 +100,8 @@ class ParameterServerProcess:
         self._changed = threading.Condition()
         self._answered: set[int] = set()
         self._next_ticket = 0
+        self._norm: ShardSqNorm | None = None
+        """The last norm that was reported; a coordinator that is lost may not have answered."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family)
 
@@ -101,6 +110,7 @@ class ParameterServerProcess:
         host, port = self._listener.getsockname()[:2]
         threading.Thread(target=self._accept, daemon=True).start()
         self._clock.start_idle()
+        self._control.greeting = lambda: self._greet(host, port)
         self._control.send(ServerReady(self._index, host, port))
         while not isinstance(message := self._control.receive(), StopServer):
             with self._changed:
@@ -119,6 +129,14 @@ class ParameterServerProcess:
             for link in self._links:
                 self._count(link.endpoint)
             self._store.close()
+
+    def _greet(self, host: str, port: int) -> list[Message]:
+        """Returns what another coordinator must know."""
+        with self._changed:
+            # What was reported to the coordinator that is lost may never be ordered.
+            self._execute(self._shard.forget_pushes())
+            ready = ServerReady(self._index, host, port, self._shard.version)
+            return [ready] if self._norm is None else [ready, self._norm]
 
     def _accept(self) -> None:
         while True:
@@ -180,6 +198,7 @@ class ParameterServerProcess:
                     self._view = state.view
                     self._left_behind.clear()
                     self._shard.reset()
+                    self._norm = None
                     if self._store.shared_weights is not None:
                         self._store.shared_weights.reset()
             link.endpoint.send(Loaded())
@@ -302,7 +321,8 @@ class ParameterServerProcess:
             if isinstance(action, SumGradients):
                 with self._applying():
                     square = self._store.sum_up(action.order)
-                self._control.send(ShardSqNorm(self._index, action.order.version, square))
+                self._norm = ShardSqNorm(self._index, action.order.version, square)
+                self._control.send(self._norm)
             elif isinstance(action, StepOptimizer):
                 shared = self._store.shared_weights
                 if shared is not None:

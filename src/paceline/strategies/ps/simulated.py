@@ -76,6 +76,8 @@ class SimulatedTransport:
     def load(self, state: ShardState) -> None:
         self._servers.load(state)
 
+    def forget_push(self) -> None: ...
+
     def request_slots(self, at_least: int) -> None:
         return
 

@@ -85,6 +85,9 @@ class ParameterTransport(Protocol):
     def receive(self, out: torch.Tensor) -> Pulled:
         """Writes the requested weights into `out`, this shard's bytes of the receive buffer."""
 
+    def forget_push(self) -> None:
+        """The last gradient may never be applied: further pulls do not wait for it."""
+
     def load(self, state: ShardState) -> None:
         """Replaces the shard's state; versions start at 0 again."""
 
@@ -174,6 +177,9 @@ class TcpTransport:
             coder = self._compressor.coder
             coder.decode(payload, out.view(coder.dtype))
         return Pulled(weights.version, weights.queued_us)
+
+    def forget_push(self) -> None:
+        """Does nothing: only a pull in progress can wait for it, and the server answers that."""
 
     def load(self, state: ShardState) -> None:
         entries, tensors = pack_slots(state.slots)

@@ -92,6 +92,9 @@ class SharedMemoryTransport(TcpTransport):
         self._bytes_copied += out.numel()
         return Pulled(*copied)
 
+    def forget_push(self) -> None:
+        self._mailbox.last_handle = 0  # A pull in progress looks at it, too.
+
     def close(self) -> None:
         self._mailbox.handle = 0  # Handles start again with the next connection.
         super().close()

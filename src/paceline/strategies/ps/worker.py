@@ -334,6 +334,8 @@ class ParameterServerRunner(Runner):
             yield compressor, slices
 
     def recover_state(self, version: int) -> Section:
+        for transport in self._transports:
+            transport.forget_push()
         self.sync_weights(version)
         return self.export_state()
 
