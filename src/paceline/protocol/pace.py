@@ -146,7 +146,8 @@ class PlannedPace(Pace):
         self._stop = stop
         self._blocks: list[LeaseEntry] = []
         self._at = [start] * self._workers
-        self._slowest = start
+        self._slowest, self._behind = start, self._workers
+        """The lowest position of a worker, and the number of workers at this position."""
         self._ahead = FIRST_PLAN_BATCHES * self._batch
         self._progress = deque([(now, start)])
         self._first_idle = None
@@ -213,14 +214,17 @@ class PlannedPace(Pace):
     def on_report(self, report: Message, now: float) -> list[OutgoingMessage]:
         if not isinstance(report, StepsApplied):
             raise AssertionError(f"unexpected {type(report).__name__} with planned work")
+        if self._at[report.worker] == self._slowest < report.position:
+            self._behind -= 1
         self._at[report.worker] = report.position
         if self._balance is not None:
             self._balance.update(report.worker, report.measured)
         if report.position == self._stop and self._first_idle is None:
             self._first_idle = now
+        if self._behind:
+            return []  # Counted, so that thousands of workers need no search for the slowest.
         slowest = min(self._at)
-        if slowest == self._slowest:
-            return []
+        self._behind = self._at.count(slowest)
         batches_before = -(-self._slowest // self._batch)
         self._history.updates += -(-slowest // self._batch) - batches_before
         self._history.add_samples(slowest - self._slowest)

@@ -346,6 +346,8 @@ class ViewSequence(JournalKeeper):
 
     def _resume_if_all_answered(self) -> None:
         if self._awaited is WorkerReady:
+            if len(self._ready) < self.live_workers:
+                return  # Without a search, because thousands of workers may follow.
             answers = {w: r for w, r in self._ready.items() if w not in self._lost}
             expected = self.live_workers
         else:
