@@ -162,6 +162,15 @@ def test_pool_rows_say_what_is_derived_and_not_legible() -> None:
     assert [row[epochs.headers.index("ms/step, here")] for row in epochs.rows[:3]] == [200.0] * 3
 
 
+@pytest.mark.parametrize("study", STUDIES)
+def test_machines_and_software_of_the_study_are_shown(study: str) -> None:
+    rows = {row[0]: row[1] for row in open_study(study)["published-cluster"].rows}
+    assert len(rows) >= 4
+    assert any("TensorFlow" in str(v) or n == "tensorflow" for n, v in rows.items())
+    if study == "switch":
+        assert "157.1 GB" in rows["contradictions"]
+
+
 def test_runs_without_a_published_counterpart_are_left_out() -> None:
     run = make_run("mnist/64/single_a")
     del run.result["labels"]
