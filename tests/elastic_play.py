@@ -16,7 +16,7 @@ from paceline.protocol.coordinator import Coordinator
 from paceline.protocol.exchange_probe import ExchangeProbe
 from paceline.protocol.history import CoordinatorMemory
 from paceline.protocol.journal import entry_from_plain, entry_to_plain, replay_journal
-from paceline.protocol.messages import ExchangeFailed, ServerReady, WorkerReady
+from paceline.protocol.messages import ExchangeFailed, Message, ServerReady, WorkerReady
 from paceline.protocol.pace import Send, SendToServers
 from paceline.protocol.run_spec import (
     EmitEvent,
@@ -98,11 +98,9 @@ class ElasticPlay:
             return
         living = [w for w in self.workers.values() if w.alive]
         if self.faults and rng.random() < 0.02 and self.coordinator.live_workers > 1:
-            victim = rng.choice(living)
-            if self.coordinator.can_lose(victim.number):
-                self.faults -= 1
-                self.lose(victim)
-                return
+            self.faults -= 1
+            self.strike(living)
+            return
         if self.lost and self.joins and rng.random() < 0.05:
             self.joins -= 1
             self.join(self.lost.pop(rng.randrange(len(self.lost))))
@@ -135,7 +133,7 @@ class ElasticPlay:
             message, view = worker.outbox.popleft()
             if isinstance(message, ExchangeFailed):
                 self.renew = (view, worker.number)
-            self.carry_out(self.coordinator.handle(message, self.now, view))
+            self.hear(worker, message, view)
         else:
             worker.act()
 
@@ -144,9 +142,31 @@ class ElasticPlay:
         facts = (number, self.samples, self.batch, self.epochs, ("val",))
         return WorkerReady(*facts, speed=100.0 + number, cv=0.1, exchange=probe)
 
-    def lose(self, victim: FakeWorker) -> None:
-        """Kills a worker, or cuts it off: then it goes on in its old view."""
-        if self.random.random() < 0.3:
+    def hear(self, worker: FakeWorker, message: Message, view: int) -> None:
+        """Lets the coordinator handle a message, which has no effect from outside the view."""
+        history, before = self.coordinator.history, self.coordinator.view.number
+        counted = (history.samples, history.updates, len(history.rows))
+        actions = self.coordinator.handle(message, self.now, view)
+        is_foreign = worker in self.zombies or view != before
+        if is_foreign and not isinstance(message, WorkerReady):
+            now = (history.samples, history.updates, len(history.rows))
+            if actions or now != counted:
+                name = type(message).__name__
+                raise Violation(f"{name} of view {view} has an effect in view {before}")
+        self.carry_out(actions)
+
+    def strike(self, living: list[FakeWorker]) -> None:
+        """Kills a worker or cuts it off, or several at the same time: a partition."""
+        rng = self.random
+        count = 1 if rng.random() < 0.6 else rng.randint(2, max(2, len(living) - 1))
+        is_cut = rng.random() < 0.3
+        for victim in rng.sample(living, min(count, len(living))):
+            if self.end is None and self.coordinator.can_lose(victim.number):
+                self.lose(victim, is_cut)
+
+    def lose(self, victim: FakeWorker, is_cut: bool) -> None:
+        """Kills a worker, or cuts it off: then it continues in its old view."""
+        if is_cut:
             self.zombies.append(victim)
             # A worker is named in its first message: that of a lost one comes from nobody.
             victim.outbox = deque(m for m in victim.outbox if not isinstance(m[0], WorkerReady))
@@ -208,8 +228,9 @@ class ElasticPlay:
         worker.say(self.ready(number))
 
     def carry_out(self, actions: list[object]) -> None:
-        # A coordinator may be lost in the middle.
+        # A coordinator may be lost in the middle, unless its workers end with these actions.
         is_last = self.restarts > 0 and self.random.random() < 0.01 and self.memory is not None
+        is_last &= not any(isinstance(action, EndRun) for action in actions)
         count = self.random.randint(0, len(actions)) if is_last else len(actions)
         for action in actions[:count]:
             if isinstance(action, WriteJournal):
@@ -243,6 +264,20 @@ class ElasticPlay:
         twice += [s for w in self.workers.values() for s, n in w.weights.items() if n > 1]
         if twice:
             raise Violation(f"sample {twice[0]} was trained twice")
+        for worker in self.workers.values():
+            if not worker.has_servers():
+                self.check_whole_updates(worker)
+
+    def check_whole_updates(self, worker: FakeWorker) -> None:
+        """Under a synchronous strategy the weights contain batches in order, and nothing else."""
+        if not worker.weights:
+            return
+        epoch = max(e for e, _ in worker.weights)
+        last = [p for e, p in worker.weights if e == epoch]
+        if len(worker.weights) != epoch * self.samples + len(last) or len(last) != max(last) + 1:
+            raise Violation(f"worker {worker.number} holds a part of an update")
+        if len(last) % self.batch and len(last) != self.samples:
+            raise Violation(f"worker {worker.number} holds a part of a batch")
 
     def check_end(self) -> None:
         assert self.end is not None

@@ -10,6 +10,7 @@ from paceline.protocol.balance import split_batch
 from paceline.protocol.coordinator import Coordinator
 from paceline.protocol.messages import (
     CheckpointWritten,
+    Dismiss,
     EnterPhase,
     EpochEnd,
     EpochEndReply,
@@ -185,6 +186,8 @@ class FakeWorker:
                 self.push(message)
             case Regroup():
                 self.regroup(message)
+            case Dismiss():
+                self.alive = False  # It exits.
             case FormGroup():
                 source = next((w for w in self.world.members() if w.rank == message.source), None)
                 if source is None or self not in self.world.members():

@@ -86,6 +86,8 @@ class ViewSequence(JournalKeeper):
         self._changing_since: float | None = None
         self._reasons: list[str] = []
         """Why the view changes."""
+        self._is_interrupted = False
+        """True after workers were stopped in the middle of their work, until the next view."""
         self._renewals = 0
         self._must_regroup = False
         """True if the workers could not meet at the start."""
@@ -148,8 +150,10 @@ class ViewSequence(JournalKeeper):
         """Returns the workers that leave with this view, which others can continue without."""
         stay = len(self.view.workers) - len(self._leaving)
         enough = stay > 0 and stay + len(self._joining) >= self.plan.min_workers
-        # After a loss the newest state may be that of a worker that leaves: it stays for one view.
-        return set(self._leaving) if enough and not self._lost else set()
+        # The newest state may be that of a worker that leaves, after a loss or if its work was
+        # interrupted: it stays for one view.
+        is_whole = not self._lost and not self._is_interrupted
+        return set(self._leaving) if enough and is_whole else set()
 
     def _stop_early(self) -> None:
         """Quiesces as soon as the work that is planned is done."""
@@ -186,6 +190,7 @@ class ViewSequence(JournalKeeper):
             self._changing_since = self._now
 
     def _interrupt_others(self) -> None:
+        self._is_interrupted = True
         for worker in self.view.workers:
             if worker not in self._lost:
                 self._actions.append(InterruptWorker(worker, self.view.number))
@@ -298,6 +303,7 @@ class ViewSequence(JournalKeeper):
 
     def _note_change(self, recomputed: int) -> None:
         assert self._changing_since is not None
+        self._is_interrupted = False
         row = ViewRow(
             number=self.view.number,
             samples=self.history.samples,
