@@ -187,7 +187,8 @@ class Runner:
 
     def _set_up(self, text: str, outs: set[str], environment: dict[str, str]) -> None:
         """Makes the runs and datasets that a command reads."""
-        for path in dict.fromkeys(MADE.findall(text)):
+        named = MADE.findall(text) or (["runs/first"] if " runs " in f"{text} " else [])
+        for path in dict.fromkeys(named):
             if path in outs or path in self._made or (self._work / path).exists():
                 continue
             made = next(how for what, how in SETUP.items() if re.search(what, text))
