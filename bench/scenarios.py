@@ -320,6 +320,45 @@ def scenarios() -> list[Scenario]:
             {**small, "batch": 256, "epochs": 8},
             held_out=True,
         ),
+        Scenario(
+            "held-50-mbit",
+            "three machines, 50 Mbit/s and 10 ms, Adam",
+            machines(3, cv=0.15, mbit_s=50, latency_ms=10, per_sample_s=0.004),
+            "fashion-mnist:6000",
+            {**fashion, "optimizer": "adam", "lr": 0.002},
+            held_out=True,
+        ),
+        Scenario(
+            "held-two-slow",
+            "ten machines, two 2.5 times slower, Nesterov momentum",
+            machines(10, cv=0.2, slow={1: 2.5, 6: 2.5}),
+            "kmnist:6000",
+            {**fashion, "optimizer": "sgd(momentum=0.9, nesterov=true)", "lr": 0.08},
+            held_out=True,
+        ),
+        Scenario(
+            "held-rmsprop",
+            "five machines of speeds 1, 1, 2, 2 and 2, RMSprop",
+            machines(5, cv=0.1, slow={0: 2, 1: 2}),
+            "mnist:6000",
+            {**mlp, "optimizer": "rmsprop", "lr": 0.001},
+            held_out=True,
+        ),
+        Scenario(
+            "held-recovers",
+            "four machines, one 6 times slower in the first half, a link that slows down later",
+            machines(
+                4,
+                cv=0.1,
+                mbit_s=400,
+                per_sample_s=0.004,
+                periods={0: (0.0, 30.0, 6.0)},
+                slow_link=(SlowPeriod(from_s=40.0, factor=3.0),),
+            ),
+            "mnist:6000",
+            {**mlp, "epochs": 8},
+            held_out=True,
+        ),
     ]
 
 
