@@ -10,7 +10,7 @@ import json
 import random
 from collections import Counter, deque
 
-from elastic_server import Violation
+from elastic_server import FakeServer, Violation
 from elastic_worker import Exchange, FakeWorker, World
 from paceline.protocol.coordinator import Coordinator
 from paceline.protocol.exchange_probe import ExchangeProbe
@@ -45,6 +45,7 @@ class ElasticPlay:
         leaves: int = 0,
         newcomers: int = 0,
         restarts: int = 0,
+        server_faults: int = 0,
     ) -> None:
         self.random = random.Random(seed)
         rng = self.random
@@ -54,6 +55,7 @@ class ElasticPlay:
             strategy=parse_strategy(strategy),
             workers=workers,
             min_workers=1,
+            clip=rng.choice((None, 1.0)),
             checkpoint_samples=rng.choice((None, 9)),
             journaled=restarts > 0,
         )
@@ -72,6 +74,10 @@ class ElasticPlay:
         self.journal: list[str] = []
         self.lost: list[int] = []
         self.renew: tuple[int, int] | None = None
+        self.server_faults = server_faults
+        self.dead_servers: list[FakeServer] = []
+        """Servers whose end the coordinator does not know yet."""
+        self.lost_servers: list[int] = []
         self.end: EndRun | None = None
         self.now = 0.0
 
@@ -81,7 +87,7 @@ class ElasticPlay:
         for worker in self.workers.values():
             worker.say(self.ready(worker.number))
         for server in range(self.plan.servers):
-            self.carry_out(self.coordinator.handle(ServerReady(server, "127.0.0.1", 1), 0.0))
+            self.start_server(server)
         for _ in range(MAX_EVENTS):
             if self.end is not None:
                 self.check_end()
@@ -117,9 +123,17 @@ class ElasticPlay:
                 self.leaves -= 1
                 self.carry_out(self.coordinator.retire(leaver, self.now))
                 return
+        if self.play_with_servers():
+            return
         everybody = [*living, *self.zombies]
+        choices: list[tuple[str, FakeWorker | FakeServer]]
         choices = [("hear", worker) for worker in everybody if worker.outbox]
         choices += [("act", worker) for worker in everybody if worker.can_act()]
+        servers = self.world.servers.values()
+        choices += [("serve", s) for s in servers if s.alive and (s.orders or s.norms)]
+        if not choices and self.dead_servers:
+            self.report_server()
+            return
         if not choices:
             if self.renew is not None:
                 view, number = self.renew
@@ -129,13 +143,55 @@ class ElasticPlay:
                 return
             raise Violation("everybody waits: the run is stuck")
         kind, worker = rng.choice(choices)
-        if kind == "hear":
+        if isinstance(worker, FakeServer):
+            if worker.norms:
+                norm = worker.norms.popleft()
+                self.carry_out(self.coordinator.handle(norm, self.now, worker.view))
+            else:
+                worker.serve()
+        elif kind == "hear":
             message, view = worker.outbox.popleft()
             if isinstance(message, ExchangeFailed):
                 self.renew = (view, worker.number)
             self.hear(worker, message, view)
         else:
             worker.act()
+
+    # ---- servers ------------------------------------------------------------------------------
+
+    def start_server(self, number: int) -> None:
+        port = len(self.world.servers) + 1
+        self.world.servers[port] = FakeServer(number, port)
+        self.carry_out(self.coordinator.handle(ServerReady(number, "127.0.0.1", port), self.now))
+
+    def play_with_servers(self) -> bool:
+        """Loses a server, notices a loss or starts one again; returns whether it did."""
+        rng = self.random
+        living = [s for s in self.world.servers.values() if s.alive]
+        if self.server_faults and living and rng.random() < 0.02:
+            victim = rng.choice(living)
+            dead = {s.number for s in self.dead_servers}
+            members = [s for s in self.coordinator.view.servers if s not in dead]
+            is_member = victim.number not in self.coordinator.servers.lost
+            if not is_member or self.coordinator.servers.can_spare(victim.number, members):
+                self.server_faults -= 1
+                victim.alive, victim.silent = False, rng.random() < 0.3
+                self.dead_servers.append(victim)
+                return True
+        if self.dead_servers and rng.random() < 0.1:
+            self.report_server()
+            return True
+        if self.lost_servers and rng.random() < 0.05:
+            self.start_server(self.lost_servers.pop(rng.randrange(len(self.lost_servers))))
+            return True
+        return False
+
+    def report_server(self) -> None:
+        server = self.dead_servers.pop(self.random.randrange(len(self.dead_servers)))
+        if not self.coordinator.can_lose_server(server.number):
+            raise Violation(f"server {server.number} cannot be lost")
+        self.lost_servers.append(server.number)
+        self.carry_out(self.coordinator.lose_server(server.number, "lost", self.now))
 
     def ready(self, number: int) -> WorkerReady:
         probe = ExchangeProbe(0.001, 0.001, 0.01, 1000)
@@ -218,9 +274,25 @@ class ElasticPlay:
                 self.carry_out(self.coordinator.lose(number, "lost", self.now))
         for worker in self.workers.values():
             worker.say(self.ready(worker.number))
-        for server in range(self.plan.servers):
-            ready = ServerReady(server, "127.0.0.1", 1, self.world.server.shard.version)
+        self.return_servers(memory["position"].servers)
+
+    def return_servers(self, members: tuple[int, ...]) -> None:
+        """Reports all servers to another coordinator, which does not wait for those that died."""
+        alive = {s.number: s for s in self.world.servers.values() if s.alive}
+        self.dead_servers.clear()
+        self.lost_servers = [s for s in range(self.plan.servers) if s not in alive]
+        for server in members:
+            if server not in alive:
+                if not self.coordinator.can_lose_server(server):
+                    raise Violation(f"server {server} cannot be lost")
+                self.carry_out(self.coordinator.lose_server(server, "lost", self.now))
+        for server in alive.values():
+            server.norms.clear()
+            server.forget_pushes()
+            ready = ServerReady(server.number, "127.0.0.1", server.port, server.shard.version)
             self.carry_out(self.coordinator.handle(ready, self.now))
+            if server.last_norm is not None:
+                self.carry_out(self.coordinator.handle(server.last_norm, self.now, server.view))
 
     def join(self, number: int) -> None:
         worker = self.workers[number] = FakeWorker(self.world, number, view=-1, holds_state=False)
@@ -239,7 +311,9 @@ class ElasticPlay:
                 if action.worker in self.workers:
                     self.workers[action.worker].inbox.append(action.message)
             elif isinstance(action, SendToServers):
-                self.world.server.order(action.message)
+                for server in self.world.servers.values():
+                    if server.alive and server.number in action.holders:
+                        server.orders.append(action.message)
             elif isinstance(action, InterruptWorker):
                 worker = self.workers.get(action.worker)
                 if worker is not None:
@@ -260,7 +334,9 @@ class ElasticPlay:
         history = self.coordinator.history
         if history.samples > self.samples * self.epochs:
             raise Violation(f"{history.samples} samples are counted")
-        twice = [s for s, n in self.world.server.weights.items() if n > 1]
+        twice = [
+            s for server in self.world.servers.values() for s, n in server.weights.items() if n > 1
+        ]
         twice += [s for w in self.workers.values() for s, n in w.weights.items() if n > 1]
         if twice:
             raise Violation(f"sample {twice[0]} was trained twice")
@@ -290,6 +366,10 @@ class ElasticPlay:
         if self.end.status != "done":
             raise Violation(f"the run ended {self.end.status}: {self.end.error}")
         expected = Counter((e, p) for e in range(self.epochs) for p in range(self.samples))
+        servers = self.coordinator.servers
+        known = {*self.coordinator.view.servers, *servers.joining} - servers.lost.keys()
+        if missing := {s.number for s in self.world.servers.values() if s.alive} - known:
+            raise Violation(f"servers {missing} were forgotten")
         if self.coordinator.history.samples != expected.total():
             raise Violation(f"{self.coordinator.history.samples} samples are counted")
         for worker in self.world.members():

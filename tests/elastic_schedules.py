@@ -25,6 +25,9 @@ STRATEGIES = (
     "ps(sync=dssp(1, 4))",
     "ps(sync=kasync(2))",
     "ps(sync=gba)",
+    "ps(servers=2, copies=3)",
+    "ps(sync=bsp, servers=2)",
+    "ps(sync=gba, copies=3)",
     "switch(allreduce, ps, at=50%)",
     "switch(ps, allreduce, at=30%)",
     "switch(local_sgd(h=3), ps(sync=bsp), allreduce, at=(30%, 60%))",
@@ -45,6 +48,7 @@ def run_schedule(seed: int) -> int:
         leaves=rng.choice((0, 0, 1, 3)),
         newcomers=rng.choice((0, 0, 1, 3)),
         restarts=rng.choice((0, 0, 1, 3)),
+        server_faults=rng.randint(0, 4),
     )
     play.run()
     return play.coordinator.view.number

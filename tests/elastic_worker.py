@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from elastic_server import FakeServer, Samples, Violation
+from elastic_server import FakeServer, Samples, ServerGone, ServerSilent, Violation
 from paceline.protocol.balance import split_batch
 from paceline.protocol.coordinator import Coordinator
 from paceline.protocol.messages import (
@@ -52,7 +52,8 @@ class World:
     coordinator: Coordinator
     samples: int
     """Samples of an epoch."""
-    server: FakeServer = field(default_factory=FakeServer)
+    servers: dict[int, FakeServer] = field(default_factory=dict)
+    """Server processes by their port; one that is started again has another."""
     exchanges: dict[int, Exchange] = field(default_factory=dict)
     workers: dict[int, FakeWorker] = field(default_factory=dict)
     """Workers that the supervisor knows, by number."""
@@ -88,6 +89,10 @@ class FakeWorker:
     handle: int = 0
     local_steps: int = 0
     blocked: tuple[int, int] | None = None
+    shards: list[list[FakeServer]] = field(default_factory=list)
+    """Servers of each shard that this worker uses."""
+    version: int = 0
+    """Version of the servers at the last quiesce."""
     has_runner: bool = False
     fresh: bool = True
     ended_view: int = -1
@@ -131,7 +136,20 @@ class FakeWorker:
         elif self.plan:
             self.begin_step()
         else:
-            self.receive(self.inbox.popleft())
+            self.handle_next()
+
+    def handle_next(self) -> None:
+        message = self.inbox.popleft()
+        try:
+            self.receive(message)
+        except ServerGone:
+            self.settling = False
+            self.interrupt()
+        except ServerSilent:
+            if self.settling:
+                self.inbox.appendleft(message)
+            self.world.exchanges[self.view].given[-3, self.view] = {}
+            self.blocked = (-3, self.view)  # Until it is interrupted.
 
     def begin_step(self) -> None:
         steps, start, stop = self.plan[0]
@@ -215,9 +233,15 @@ class FakeWorker:
         self.local_steps = 0
         keeps = message.entering and self.fresh
         if self.has_servers() and self.has_runner and not keeps:
-            if self.world.server.shard.version < message.version and self not in self.world.zombies:
-                raise Violation("a worker would wait for an update that cannot be applied")
-            self.weights = self.world.server.weights.copy()
+            lost = {port for _, port in message.lost_servers}
+            # Others may be lost already without the knowledge of the coordinator.
+            self.shards = [[s for s in c if s.alive and s.port not in lost] for c in self.shards]
+            self.holds_state = all(self.shards)
+            if self.holds_state and not self.are_settled(message.version):
+                self.wait_in(message)
+                return
+            if self.holds_state:
+                self.weights = self.pull()
         self.has_runner = False
         self.view = message.view
         self.rank, self.size = message.workers.index(self.number), len(message.workers)
@@ -232,12 +256,26 @@ class FakeWorker:
         )
 
     def enter(self, message: EnterPhase) -> None:
+        self.settling = False
+        if self.has_runner and self.has_servers() and not self.are_settled(self.version):
+            self.wait_in(message)
+            return
         self.phase = message.phase
-        self.handle = 0
+        self.handle = self.version = 0
         self.has_runner = self.fresh = True
-        if self.has_servers() and self.rank == 0:
-            self.world.server.load(self.weights, self.view)
+        self.shards = [[self.world.servers[port]] for _, port in message.servers]
+        for shard, _, port in message.backups:
+            self.shards[shard].append(self.world.servers[port])
+        for shard, copies in enumerate(self.shards):
+            if shard % self.size == self.rank:
+                for server in copies:
+                    server.load(self.weights, self.view)
         self.say(PhaseEntered(self.rank))
+
+    def wait_in(self, message: Message) -> None:
+        """Handles the message again, until servers have applied what it needs."""
+        self.inbox.appendleft(message)
+        self.settling = True
 
     def lose_coordinator(self) -> None:
         """Loses what is in transit; what it is doing it completes."""
@@ -245,14 +283,25 @@ class FakeWorker:
         kept = list(self.inbox)[: int(self.settling)]
         self.inbox = deque(kept)
 
+    def are_settled(self, version: int) -> bool:
+        """All copies of all shards have applied this version."""
+        return all(server.has(version) for copies in self.shards for server in copies)
+
+    def pull(self) -> Samples:
+        weights = [copies[0].weights for copies in self.shards]
+        if any(each != weights[0] for each in weights) and self not in self.world.zombies:
+            raise Violation("shards contain different samples")
+        return weights[0].copy()
+
     def settle(self, message: Quiesce) -> None:
         self.fresh = False
         self.settling = True
         if self.has_servers():
-            if self.world.server.shard.version < message.version:
+            self.version = message.version
+            if not all(copies[0].has(message.version) for copies in self.shards):
                 self.inbox.appendleft(message)
                 return
-            self.weights = self.world.server.weights.copy()
+            self.weights = self.pull()
         elif self.local_steps:
             self.contribute((-1, message.samples))
             self.inbox.appendleft(message)  # It is answered when all have contributed.
@@ -268,7 +317,10 @@ class FakeWorker:
         self.fresh = False
         if lease.samples:
             gradient = Counter((lease.epoch, p) for p in range(lease.lo, lease.hi))
-            self.world.server.push(self.rank, self.handle, gradient, self.view)
+            for copies in self.shards:
+                copies[0].check()  # It pulls before.
+                for server in copies:
+                    server.push(self.rank, self.handle, gradient, self.view)
         measured = StepStats(lease.samples, lease.samples, 0.5, 0, busy_s=1.0, steps=1)
         done = (self.rank, self.handle, lease.id, lease.samples, message.version, self.step)
         self.say(GradientPushed(*done, measured))

@@ -11,6 +11,7 @@ import pytest
 
 from conftest import RunCli, StartCli, pid_of_worker, read_result, wait_until
 from elastic_schedules import run_schedules
+from paceline.launch.remote_launcher import choose_site
 from paceline.launch.restarts import SAME_PLACE, RestartPolicy
 from paceline.protocol.block_plan import BlockLayout
 from paceline.protocol.clock import AspClock, Push, SspClock
@@ -20,6 +21,7 @@ from paceline.protocol.membership import Membership
 from paceline.protocol.messages import ExchangeFailed, Regroup, WorkerReady
 from paceline.protocol.pace import Send
 from paceline.protocol.run_spec import RunSpec
+from paceline.protocol.server_members import ServerMembers
 from paceline.report.event_text import describe_notice
 from paceline.strategies.registry import make_pace, make_switch_policy, parse_strategy
 from paceline.telemetry.events import ViewChanged, ViewRow, parse_event
@@ -134,15 +136,68 @@ def test_silent_worker_is_found_and_a_late_supervisor_is_not_blamed_on_it() -> N
 
 
 def test_restarts_are_limited() -> None:
-    policy = RestartPolicy(5)
-    delays = [policy.next_delay_s(0, f"worker 0 (pid {n}) ended at step {n}") for n in range(6)]
+    policy, who = RestartPolicy(5), "worker-0"
+    delays = [policy.next_delay_s(who, f"worker 0 (pid {n}) ended at step {n}") for n in range(6)]
     assert delays == [0.2, 0.4, 0.8, 1.6, 3.2, None]
-    assert policy.why_excluded(0) == "worker 0 was restarted 5 times and is excluded"
+    assert policy.why_excluded(who) == "worker 0 was restarted 5 times and is excluded"
+    who = "server-1"
     for n in range(SAME_PLACE):
-        last = policy.next_delay_s(1, f"worker 1 (pid {n}) failed at step 7: ValueError: bad")
+        last = policy.next_delay_s(who, f"server 1 (pid {n}) failed: ValueError: bad")
     assert last is None
-    assert policy.why_excluded(1) == "worker 1 ended 3 times at the same place and is excluded"
-    assert RestartPolicy(0).next_delay_s(0, "gone") is None
+    assert policy.why_excluded(who) == "server 1 ended 3 times at the same place and is excluded"
+    assert RestartPolicy(0).next_delay_s("worker-0", "gone") is None
+
+
+def test_copies_of_shards() -> None:
+    """Every shard has two servers if workers may be lost, unless the strategy sets the copies."""
+
+    def servers(strategy: str, min_workers: int) -> tuple[int, bool]:
+        spec = parse_strategy(strategy)
+        plan = RunSpec(strategy=spec, workers=3, min_workers=min_workers)
+        return plan.servers, plan.is_elastic
+
+    assert servers("ps(servers=3)", 0) == (3, False)
+    assert servers("ps(servers=3)", 1) == (6, True)
+    assert servers("ps(servers=3, copies=1)", 1) == (3, True)
+    assert servers("ps(servers=3, copies=2)", 0) == (6, True)
+    assert servers("switch(allreduce, grouped(size=2), at=50%)", 2) == (2, True)
+    assert servers("allreduce", 1) == (0, True)
+
+
+def test_server_members() -> None:
+    servers = ServerMembers(2)
+    for server in range(4):
+        assert not servers.are_ready(range(4))
+        servers.set_ready(server, ("a", server), 0.0)
+    assert servers.are_ready(range(4))
+    members = servers.next_members(range(4))
+    assert servers.places(members, 2) == ((("a", 0), ("a", 1)), ((0, "a", 2), (1, "a", 3)))
+    assert servers.places(members, 1) == ((("a", 0),), ((0, "a", 2),))
+    servers.holding = frozenset(members)
+    servers.lost[0] = "killed"
+    servers.remove(0)
+    assert not servers.can_spare(2, members)
+    assert servers.can_spare(1, members)
+    # A server that is started again has no state before workers have loaded it.
+    servers.set_ready(0, ("b", 7), 1.0)
+    servers.joining.add(0)
+    members = servers.next_members(members)
+    assert members == (0, 1, 2, 3)
+    assert not servers.can_spare(2, members)
+    servers.holding = frozenset(members)
+    assert servers.can_spare(2, members)
+    assert servers.gone == (("a", 0),)
+
+
+def test_copies_are_on_different_machines() -> None:
+    names = ["a", "a", "b", "c"]
+    sites = [0, 1, 2, 3]
+    assert choose_site(0, sites, names, set(), []) == 0
+    assert choose_site(1, sites, names, {"a"}, ["a", "b"]) == 3
+    assert choose_site(2, sites, names, {"a"}, ["a", "b"]) == 2
+    # A machine that is lost, and one machine for everything.
+    assert choose_site(2, [0, 1, 3], names, {"a"}, ["a"]) == 3
+    assert choose_site(0, [0, 1], names, {"a"}, ["a"]) == 0
 
 
 def test_view_event_is_described_and_parsed() -> None:
@@ -198,6 +253,76 @@ def test_run_continues_without_a_killed_worker(
     assert f"worker 0 (pid {pid})" in view["reason"]
     assert "SIGKILL" in view["reason"]
     assert view["recomputed"] == 0
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "ps",
+        pytest.param("ps(via=network, sync=bsp, servers=2)", marks=pytest.mark.slow),
+        pytest.param("ps(sync=ssp(2))", marks=pytest.mark.slow),
+        pytest.param("ps(overlap=true)", marks=pytest.mark.slow),
+        pytest.param("ps(sync=gba, codec=int8)", marks=pytest.mark.slow),
+        pytest.param("grouped(size=2)", marks=pytest.mark.slow),
+        pytest.param("switch(allreduce, ps, at=10%)", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("server", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_run_continues_without_a_killed_server(
+    run_cli: RunCli, tmp_path: Path, strategy: str, server: int
+) -> None:
+    out = tmp_path / "run"
+    ran = run_cli(
+        *("train", "--strategy", strategy, "--workers", 2, "--min-workers", 1, "--out", out),
+        *("--epochs", 8, "--batch", 64, "--fault", f"kill server={server} at=30%"),
+        *("--restarts", 0, "--checkpoint-every", "never"),
+    )
+    assert ran.code == 0, ran.stderr
+    (view,) = check_result(out, 8)["views"]
+    assert view["members"] == [0, 1]
+    assert server not in view["servers"]
+    assert f"server {server} (pid" in view["reason"]
+    assert view["recomputed"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ["", ", servers=2", ", via=network, codec=fp16"])
+def test_no_update_is_lost_with_a_server(run_cli: RunCli, tmp_path: Path, options: str) -> None:
+    models = []
+    for faults in ((), ("--fault", "kill server=0 at=30%", "--fault", "kill server=1 at=70%")):
+        out = tmp_path / f"{len(faults)}-faults"
+        ran = run_cli(
+            *("train", "--strategy", f"ps(sync=bsp{options})", "--workers", 2, "--out", out),
+            *("--min-workers", 1, "--epochs", 40, "--batch", 32, *faults),
+        )
+        assert ran.code == 0, ran.stderr
+        check_result(out, 40)
+        models.append((out / "model.safetensors").read_bytes())
+    assert models[0] == models[1]
+
+
+@pytest.mark.slow
+def test_killed_server_loads_the_state_again(run_cli: RunCli, tmp_path: Path) -> None:
+    """Both servers are killed one after another: the first has been replaced meanwhile."""
+    out = tmp_path / "run"
+    ran = run_cli(
+        *("train", "--strategy", "ps", "--workers", 2, "--min-workers", 1, "--out", out),
+        *("--epochs", 60, "--batch", 32, "--checkpoint-every", "never"),
+        *("--fault", "kill server=0 at=20%", "--fault", "kill server=1 at=70%"),
+    )
+    assert ran.code == 0, ran.stderr
+    views = check_result(out, 60)["views"]
+    assert [view["servers"] for view in views[:3]] == [[1], [0, 1], [0]]
+
+
+@pytest.mark.slow
+def test_last_server_of_a_shard_ends_the_run(run_cli: RunCli, tmp_path: Path) -> None:
+    ran = run_cli(
+        *("train", "--strategy", "ps(copies=1)", "--workers", 2, "--min-workers", 1),
+        *("--out", tmp_path / "run", "--epochs", 8, "--fault", "kill server=0 at=30%"),
+    )
+    assert ran.code == 1
+    assert "server 0 (pid" in ran.stderr
 
 
 @pytest.mark.slow

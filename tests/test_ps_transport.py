@@ -50,13 +50,14 @@ class StoreTransport:
     def load(self, state: ShardState) -> None:
         self.store.load(state)
 
-    def forget_push(self) -> None: ...
-
     def request_slots(self, at_least: int) -> None:
         assert self.version >= at_least
 
     def receive_slots(self) -> list[Slot]:
         return [slot._replace(value=slot.value.clone()) for slot in self.store.slots()]
+
+    def interrupt(self) -> None:
+        return
 
     def close(self) -> None:
         self.store.close()

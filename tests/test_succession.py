@@ -53,7 +53,7 @@ def snapshot(t: float = 1.0, **changes: Any) -> SnapshotTaken:
         "training": True,
         "layout": "f",
         "left": ((64, 200),),
-        "servers": (("127.0.0.1", 5),),
+        "servers": (0,),
         "last_saved": 0,
         "rollback_phase": None,
         "has_best": False,

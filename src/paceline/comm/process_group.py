@@ -7,7 +7,7 @@ import datetime
 import os
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -139,6 +139,7 @@ class CollectiveGroup:
         self._timeout = datetime.timedelta() if store is None else store.timeout
         self.aborted = False
         """True when the view has ended: every wait for another worker raises PeerLost."""
+        self._on_abort: list[Callable[[], None]] = []
         self._sockets: set[tuple[int, str]] = set()
         self._address = ""
         self._divided: dict[tuple[tuple[int, ...], ...], CollectiveGroup] = {}
@@ -195,9 +196,17 @@ class CollectiveGroup:
         finally:
             self._sockets |= _open_sockets() - before
 
+    def on_abort(self, interrupt: Callable[[], None]) -> None:
+        """Calls `interrupt` when the view ends, in another thread; now if it has ended."""
+        self._on_abort.append(interrupt)
+        if self.aborted:
+            interrupt()
+
     def abort(self) -> None:
         """Makes all waits for other workers fail, in any thread; then only `destroy` is allowed."""
         self.aborted = True
+        for interrupt in list(self._on_abort):
+            interrupt()
         if self._store is not None:
             self._store.close()
         for descriptor, _ in self._sockets & _open_sockets():

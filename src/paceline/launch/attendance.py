@@ -27,23 +27,26 @@ class Attendance:
     launch: Callable[[Assignment], Awaitable[None]]
     carry_out: Callable[[list[Action]], None]
     log: Callable[[str], None]
-    assignments: dict[int, Assignment] = field(default_factory=dict)
-    """Assignments of all workers so far."""
+    assignments: dict[str, Assignment] = field(default_factory=dict)
+    """Assignments of all processes so far, by name."""
 
     def make_assignments(self, common: Mapping[str, Any]) -> Iterator[Assignment]:
         """The assignment of each process; servers without a parent worker come first."""
         for server, parent in enumerate(self.parents):
             if parent is None:
-                yield Assignment(kind="server", index=server, **{**common, "job": None})
+                assignment = Assignment(kind="server", index=server, **{**common, "job": None})
+                self.assignments[assignment.process_name] = assignment
+                yield assignment
         for rank in range(self.coordinator.plan.workers):
-            self.assignments[rank] = Assignment(
+            assignment = Assignment(
                 kind="worker",
                 index=rank,
                 servers=tuple(s for s, parent in enumerate(self.parents) if parent == rank),
                 has_live_job=self.has_live_job,
                 **common,
             )
-            yield self.assignments[rank]
+            self.assignments[assignment.process_name] = assignment
+            yield assignment
 
     def why_not_join(self, count: int) -> str | None:
         """Returns why this many further workers cannot join; None if they can."""
@@ -64,25 +67,47 @@ class Attendance:
 
         `take_place` receives the number before the process is started.
         """
-        worker = max(self.assignments) + 1
+        worker = 1 + max(a.index for a in self.assignments.values() if a.kind == "worker")
         update = {"index": worker, "servers": (), "checkpoint": None, "joins": 1}
-        self.assignments[worker] = self.assignments[0].model_copy(update=update)
+        assignment = self.assignments["worker-0"].model_copy(update=update)
+        self.assignments[assignment.process_name] = assignment
         self.coordinator.members.add(worker, self.now())
         take_place(worker)
-        await self.launch(self.assignments[worker])
+        await self.launch(assignment)
         return worker
 
-    async def restart(self, worker: int, delay_s: float) -> None:
-        """Starts a lost worker again, which then joins the run."""
+    @property
+    def members(self) -> list[str]:
+        """The processes that take part in the current view."""
+        view = self.coordinator.view
+        return [*(f"worker-{w}" for w in view.workers), *(f"server-{s}" for s in view.servers)]
+
+    def can_lose(self, who: str) -> bool:
+        """Returns whether the run can continue without a worker or server."""
+        kind, _, index = who.partition("-")
+        if kind == "server":
+            return self.coordinator.can_lose_server(int(index))
+        return kind == "worker" and self.coordinator.can_lose(int(index))
+
+    def lose(self, who: str, reason: str) -> None:
+        """Continues without a worker or server that is gone for good."""
+        kind, _, index = who.partition("-")
+        lose = self.coordinator.lose_server if kind == "server" else self.coordinator.lose
+        self.carry_out(lose(int(index), reason, self.now()))
+
+    async def restart(self, who: str, delay_s: float) -> None:
+        """Starts a lost worker or server again, which then joins the run."""
         await asyncio.sleep(delay_s)
-        update = {"joins": self.assignments[worker].joins + 1, "servers": (), "checkpoint": None}
-        self.assignments[worker] = self.assignments[worker].model_copy(update=update)
+        before = self.assignments[who]
+        update = {"joins": before.joins + 1, "servers": (), "checkpoint": None}
+        assignment = self.assignments[who] = before.model_copy(update=update)
         try:
-            await self.launch(self.assignments[worker])
+            await self.launch(assignment)
         except PacelineError as error:
-            self.log(f"worker {worker} could not be restarted: {error}")
-        else:
-            self.coordinator.members.add(worker, self.now())
+            self.log(f"{who.replace('-', ' ')} could not be restarted: {error}")
+            return
+        if assignment.kind == "worker":
+            self.coordinator.members.add(assignment.index, self.now())
 
     def retire(self, worker: int) -> str | None:
         """Lets a worker leave at the next quiesce; returns why it cannot."""

@@ -28,10 +28,16 @@ class Deadlines:
     members: Membership
     timeout_s: float
     """Longest time in one phase."""
+    servers: Membership
 
     @property
     def interval_s(self) -> float:
         return min(1.0, self.timeout_s / 4)
+
+    def restart_timers(self, now: float) -> None:
+        """Restarts all timers, because this process itself was stopped."""
+        self.members.restart_timers(now)
+        self.servers.restart_timers(now)
 
     def find_stuck(self, now: float) -> Stuck:
         return [
@@ -45,11 +51,12 @@ class Deadlines:
         where = ", ".join(f"step {m.step}, in {m.phase}" for _, m in stuck)
         return f"{names} made no progress for {self.timeout_s:g} s ({where})"
 
-    def find_silent(self, now: float) -> list[tuple[int, str]]:
-        """Returns workers without heartbeats, and a description of each."""
+    def find_silent(self, now: float) -> list[tuple[str, str]]:
+        """Returns processes without heartbeats, and a description of each."""
         return [
-            (worker, f"worker {worker} sent no heartbeat for {SILENCE_S:g} s")
-            for worker in self.members.find_silent(now, SILENCE_S)
+            (f"{kind}-{index}", f"{kind} {index} sent no heartbeat for {SILENCE_S:g} s")
+            for kind, group in (("worker", self.members), ("server", self.servers))
+            for index in group.find_silent(now, SILENCE_S)
         ]
 
 
@@ -70,17 +77,17 @@ class DeadlineWatch:
     async def watch(self) -> None:
         """Runs until it has ended the run, or is cancelled."""
         coordinator, now = self.coordinator, self.now
-        deadlines = Deadlines(coordinator.members, self.timeout_s)
+        deadlines = Deadlines(coordinator.members, self.timeout_s, coordinator.servers.status)
         while True:
             due = now() + deadlines.interval_s
             await asyncio.sleep(deadlines.interval_s)
             if self.is_over():
                 return
             if now() > due + LATE_S:
-                coordinator.members.restart_timers(now())
+                deadlines.restart_timers(now())
             if coordinator.plan.is_elastic:
-                for worker, text in deadlines.find_silent(now()):
-                    self.lose(f"worker-{worker}", text)
+                for who, text in deadlines.find_silent(now()):
+                    self.lose(who, text)
             if not deadlines.find_stuck(now()):
                 continue
             for process in self.processes.values():

@@ -70,8 +70,6 @@ class Launcher(ABC):
 
     processes_survive = False
     """True if processes can outlive the supervisor, and wait for another one."""
-    starts_servers = False
-    """True if servers can be processes of their own, which outlive a worker that is lost."""
 
     def bundle(self, job_file: Path | None, out: Path) -> None:  # noqa: B027
         """Collects the files that the job needs before any process starts; raises UsageError."""
@@ -98,6 +96,13 @@ class Launcher(ABC):
     def place_servers(self, servers: int, workers: int) -> list[int | None]:
         """Returns the parent worker of each server; None for a separate process."""
         return [server % workers for server in range(servers)]
+
+    def separate_servers(self, parents: list[int | None], shards: int) -> list[int | None]:
+        """Returns new parents for a run that survives losses: servers outlive workers.
+
+        Server `s` holds shard `s % shards`; its copies are on different machines if possible.
+        """
+        return [None] * len(parents)
 
     @abstractmethod
     async def start(

@@ -56,6 +56,11 @@ class RemoteLauncher(Launcher):
         self._process_clients: list[ProcessClient] = []
         """By machine, if machines are kept between runs."""
         self._is_kept = False
+        self._wanted_sites: list[int] = []
+        """Machine of each server of a run that survives losses, if copies allow it."""
+        self._server_sites: dict[int, int] = {}
+        """The machine that was chosen for it."""
+        self._shards = 1
 
     def keep_open(self, loop: LoopThread) -> None:
         """Keeps machines connected and prepared between runs, until `disconnect`."""
@@ -88,6 +93,34 @@ class RemoteLauncher(Launcher):
     def host_index_of(self, kind: str, index: int) -> int:
         """Index of the machine for a worker or a separate server."""
 
+    def separate_servers(self, parents: list[int | None], shards: int) -> list[int | None]:
+        self._wanted_sites = [
+            self.host_index_of("server", server)
+            if parent is None
+            else self.host_index_of("worker", parent)
+            for server, parent in enumerate(parents)
+        ]
+        self._shards, self._server_sites = shards, {}
+        return super().separate_servers(parents, shards)
+
+    @property
+    def server_candidates(self) -> list[int]:
+        """Indices of the machines that may run servers of their own."""
+        return [self.host_index_of("worker", rank) for rank in range(self.workers)]
+
+    def _site_of(self, assignment: Assignment) -> int:
+        """Index of the machine for a worker or a server."""
+        server = assignment.index
+        if assignment.kind == "worker" or server >= len(self._wanted_sites):
+            return self.host_index_of(assignment.kind, server)
+        names = [site.host.host for site in self.remote_hosts]
+        usable = [s for s in self.server_candidates if not self.remote_hosts[s].shell.is_lost]
+        others = {s: names[at] for s, at in self._server_sites.items() if s != server}
+        copies = {name for s, name in others.items() if (s - server) % self._shards == 0}
+        site = choose_site(self._wanted_sites[server], usable, names, copies, list(others.values()))
+        self._server_sites[server] = site
+        return site
+
     async def open(self, on_line: OnLine) -> None:
         if self._is_kept and not any(site.shell.is_lost for site in self.remote_hosts):
             await self._open_clients()
@@ -114,7 +147,7 @@ class RemoteLauncher(Launcher):
         self, assignment: Assignment, live: bytes | None, on_line: OnLine
     ) -> LaunchedProcess:
         assert live is None, "live objects go to child processes only"
-        site = self.remote_hosts[self.host_index_of(assignment.kind, assignment.index)]
+        site = self.remote_hosts[self._site_of(assignment)]
         # Also with fewer workers than places, so that all runs of a comparison get equal threads.
         places = [self.host_index_of("worker", r) for r in range(self.workers)]
         seats = [r for r, at in enumerate(places) if self.remote_hosts[at].host == site.host]
@@ -188,6 +221,21 @@ def start_watched(
     # Sent over stdin, because other users can read arguments and environment.
     spec["input"] = base64.b64encode(pack_assignment(placed)).decode()
     return RemoteProcess(placed.process_name, site, spec, on_line)
+
+
+def choose_site(
+    wanted: int, usable: Sequence[int], names: Sequence[str], copies: set[str], taken: Sequence[str]
+) -> int:
+    """Returns the machine for a server: the wanted one unless it is lost or holds a copy.
+
+    Then it is the machine with the fewest servers among those without a copy, or among all.
+    `names` are those of the machines, some of which may be the same; `copies` those that hold a
+    copy of the shard, `taken` those of all other servers.
+    """
+    free = [site for site in usable if names[site] not in copies]
+    if wanted in free or not usable:
+        return wanted
+    return min(free or usable, key=lambda site: taken.count(names[site]))
 
 
 class RemoteProcess:

@@ -1,4 +1,4 @@
-"""Rules by which a lost worker is started again."""
+"""Rules by which a lost worker or server is started again."""
 
 import re
 from collections import Counter
@@ -6,33 +6,34 @@ from collections import Counter
 FIRST_DELAY_S = 0.2
 MAX_DELAY_S = 30.0
 SAME_PLACE = 3
-"""A worker that ends this often at the same place is not started again."""
+"""A process that ends this often at the same place is not started again."""
 _PID = re.compile(r"\(pid \d+\) ")
 
 
 class RestartPolicy:
-    """Counts restarts per worker; each waits twice as long as the one before."""
+    """Counts restarts per worker or server; each waits twice as long as the one before."""
 
     def __init__(self, limit: int) -> None:
-        """`limit`: restarts of each worker."""
+        """`limit`: restarts of each process."""
         self._limit = limit
-        self._restarts: Counter[int] = Counter()
-        self._places: Counter[tuple[int, str]] = Counter()
+        self._restarts: Counter[str] = Counter()
+        self._places: Counter[tuple[str, str]] = Counter()
 
-    def next_delay_s(self, worker: int, failure: str) -> float | None:
+    def next_delay_s(self, who: str, failure: str) -> float | None:
         """Returns the wait before the next restart; None if there is none."""
-        place = worker, _PID.sub("", failure)
+        place = who, _PID.sub("", failure)
         self._places[place] += 1
-        if self._restarts[worker] >= self._limit or self._places[place] >= SAME_PLACE:
+        if self._restarts[who] >= self._limit or self._places[place] >= SAME_PLACE:
             return None
-        delay_s = min(MAX_DELAY_S, FIRST_DELAY_S * 2.0 ** self._restarts[worker])
-        self._restarts[worker] += 1
+        delay_s = min(MAX_DELAY_S, FIRST_DELAY_S * 2.0 ** self._restarts[who])
+        self._restarts[who] += 1
         return delay_s
 
-    def why_excluded(self, worker: int) -> str:
-        """Describes why a worker is not started again; empty if restarts are disabled."""
+    def why_excluded(self, who: str) -> str:
+        """Describes why a process is not started again; empty if restarts are disabled."""
         if not self._limit:
             return ""
-        if self._restarts[worker] >= self._limit:
-            return f"worker {worker} was restarted {self._limit} times and is excluded"
-        return f"worker {worker} ended {SAME_PLACE} times at the same place and is excluded"
+        name = who.replace("-", " ")
+        if self._restarts[who] >= self._limit:
+            return f"{name} was restarted {self._limit} times and is excluded"
+        return f"{name} ended {SAME_PLACE} times at the same place and is excluded"

@@ -98,7 +98,10 @@ def run_training(job: Job | JobRef, strategy: Strategy, options: RunOptions) -> 
     resolved = job.resolve() if isinstance(job, JobRef) else job
     resolved.check()
     check_sizes(resolved.batch, strategy, options.workers)
-    options.launcher.check_capacity(options.workers, strategy.servers_for(options.workers))
+    sizes = RunSpec(
+        strategy=strategy, workers=options.workers, min_workers=options.min_workers or 0
+    )
+    options.launcher.check_capacity(sizes.workers, sizes.servers)
     if (profiled := options.profiled_epochs) is not None and profiled[1] > resolved.epochs:
         raise UsageError(
             f"--profile {options.profile}: the run has {resolved.epochs} epochs; choose among them"
@@ -258,7 +261,7 @@ def _run(
 ) -> RunResult:
     """Runs in a locked folder; `fresh` if it did not exist before."""
     plan = dataclasses.replace(plan, min_workers=options.min_workers or 0)
-    if options.listen is not None and not plan.is_elastic:
+    if options.listen is not None and not plan.can_lose_workers:
         raise UsageError(
             f"--listen {options.listen}: no machine can join a run that needs exactly its workers; "
             "add --min-workers 1, with a strategy that does not divide the model"

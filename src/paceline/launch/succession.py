@@ -144,8 +144,8 @@ def find_adoption(folder: RunFolder, min_workers: int) -> Adoption | None:
         return None
     live, position = journal.live, journal.memory["position"]
     workers = [w for w in position.members if f"worker-{w}" in live]
-    servers = [s for s in range(len(position.servers)) if f"server-{s}" in live]
-    if len(workers) < max(1, min_workers) or len(servers) < len(position.servers):
+    servers = [s for s in position.holding if f"server-{s}" in live]
+    if len(workers) < max(1, min_workers) or (position.servers and not servers):
         return None
     lines = folder.journal.read_bytes().partition(b"\n")[2]
     return Adoption(journal, journal.memory, lines[: lines.rfind(b"\n") + 1])

@@ -117,8 +117,8 @@ class Supervisor:
         self._ended = asyncio.Event()
         self._folder_service = FolderService(self.folder, self.template.get("checkpoint"))
         self._parents = self.launcher.place_servers(self.plan.servers, self.plan.workers)
-        if self.plan.is_elastic and self.launcher.starts_servers:
-            self._parents = [None] * self.plan.servers
+        if self.plan.is_elastic:
+            self._parents = self.launcher.separate_servers(self._parents, self.plan.shards)
         self._attendance = Attendance(
             coordinator=self._coordinator,
             parents=self._parents,
@@ -163,9 +163,9 @@ class Supervisor:
             await self._start()
             await self._ended.wait()
             if self._end is not None and self._end.status == "done":
-                for server in range(self.plan.servers):
-                    self._hub.send(f"server-{server}", StopServer())
                 self._stop_joining()
+                for server in self._coordinator.view.servers:
+                    self._hub.send(f"server-{server}", StopServer())
                 await self._wait_for_exits()
         except asyncio.CancelledError:
             self._carry_out(self._coordinator.stop("cancelled", "interrupted by the user"))
@@ -208,7 +208,7 @@ class Supervisor:
             else:
                 for assignment in assignments:
                     await self._launch(assignment)
-            if self.plan.is_elastic:
+            if self.plan.can_lose_workers:
                 file = self.folder.path / JOIN_FILE
                 address = await self._guests.open(self.listen or self.launcher.host, file)
                 if self.listen is not None:
@@ -238,15 +238,17 @@ class Supervisor:
         """Takes over the processes of the run that are alive, and replaces the other workers."""
         for process in adoption.take_over():
             self._take(process)
-        for worker in sorted({*range(self.plan.workers), *adoption.memory["position"].members}):
-            if f"worker-{worker}" not in self._processes:
-                self._replace(worker, f"worker {worker} was lost with the coordinator")
+        workers = sorted({*range(self.plan.workers), *adoption.memory["position"].members})
+        servers = adoption.memory["position"].servers
+        for who in [*(f"worker-{w}" for w in workers), *(f"server-{s}" for s in servers)]:
+            if who not in self._processes:
+                self._replace(who, f"{who.replace('-', ' ')} was lost with the coordinator")
         asyncio.get_running_loop().call_later(ADOPT_S, self._lose_absent)
 
     def _lose_absent(self) -> None:
-        for worker in self._coordinator.view.workers:
-            if (who := f"worker-{worker}") not in self._hub.members:
-                self._lose(who, f"worker {worker} did not return within {ADOPT_S:g} s")
+        for who in self._attendance.members:
+            if who not in self._hub.members:
+                self._lose(who, f"{who.replace('-', ' ')} did not return within {ADOPT_S:g} s")
 
     # ---- what comes in ------------------------------------------------------------------------
 
@@ -330,7 +332,7 @@ class Supervisor:
             if isinstance(action, Send):
                 self._hub.send(f"worker-{action.worker}", action.message)
             elif isinstance(action, SendToServers):
-                for server in range(action.servers):
+                for server in action.holders:
                     self._hub.send(f"server-{server}", action.message)
             elif isinstance(action, EmitEvent):
                 self._faults.observe(action.event)
@@ -372,31 +374,29 @@ class Supervisor:
     def _lose(
         self, who: str, text: str, details: str = "", certainty: Certainty = Certainty.CAUSE
     ) -> None:
-        """Continues without a worker if the run can, else ends the run."""
-        kind, _, index = who.partition("-")
+        """Continues without a worker or server if the run can, else ends the run."""
         if self._ended.is_set() or who not in self._processes:
             return
         text += self._faults.explain(who)
         if self._is_superseded(check=True):
             return
-        if kind != "worker" or not self._coordinator.can_lose(int(index)):
+        if not self._attendance.can_lose(who):
             self._failures.fail(who, text, details, certainty)
             return
-        worker = int(index)
         self._logs.write("supervisor", "\n".join(filter(None, (text, details))))
         self._drop(who)
-        self._replace(worker, text)
+        self._replace(who, text)
 
-    def _replace(self, worker: int, text: str) -> None:
-        """Continues without a worker, and starts it again if it may be."""
-        is_guest = worker not in self._attendance.assignments
-        delay_s = None if is_guest else self._restarts.next_delay_s(worker, text)
+    def _replace(self, who: str, text: str) -> None:
+        """Continues without a worker or server, and starts it again if it may be."""
+        is_guest = who not in self._attendance.assignments
+        delay_s = None if is_guest else self._restarts.next_delay_s(who, text)
         if delay_s is not None:
-            restarting = self._attendance.restart(worker, delay_s)
+            restarting = self._attendance.restart(who, delay_s)
             self._tasks.append(asyncio.create_task(restarting))
-        elif not is_guest and (why := self._restarts.why_excluded(worker)):
+        elif not is_guest and (why := self._restarts.why_excluded(who)):
             text = f"{text}; {why}"
-        self._carry_out(self._coordinator.lose(worker, text, self._now()))
+        self._attendance.lose(who, text)
 
     def _drop(self, who: str) -> None:
         """Ends a process and ignores everything that it still says."""
@@ -405,9 +405,8 @@ class Supervisor:
         self._finished.discard(who)
 
     def _stop_joining(self) -> None:
-        """Ends workers that have not joined yet when the run is done."""
-        members = {f"worker-{worker}" for worker in self._coordinator.view.workers}
-        for who in [w for w in self._processes if w.startswith("worker-") and w not in members]:
+        """Ends processes that have not joined yet when the run is done."""
+        for who in self._processes.keys() - set(self._attendance.members):
             self._drop(who)
 
     def _renew(self, view: int | None, reason: str) -> None:
@@ -415,9 +414,10 @@ class Supervisor:
             self._carry_out(self._coordinator.renew(view, reason, self._now()))
 
     def _at_step(self, who: str) -> str:
-        if not who.startswith("worker-"):
-            return ""
-        return f" at step {self._coordinator.members.last_step(int(who.split('-')[1]))}"
+        kind, _, index = who.partition("-")
+        if kind == "worker":
+            return f" at step {self._coordinator.members.last_step(int(index))}"
+        return f" after {self._coordinator.history.updates} updates" if kind == "server" else ""
 
     # ---- the end ------------------------------------------------------------------------------
 

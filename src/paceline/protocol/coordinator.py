@@ -14,6 +14,7 @@ from paceline.protocol.messages import (
     Heartbeat,
     LossDiverged,
     Message,
+    ServerHeartbeat,
     ServerReady,
     ShardSqNorm,
     StepsApplied,
@@ -50,13 +51,17 @@ class Coordinator(RunSequence):
         elif self._is_foreign(event, view):
             pass
         elif self._is_adopting and isinstance(event, ShardSqNorm):
-            self._early_norms.append(event)
+            shard = self.servers.shard_of(event.server)
+            self._early_norms.append(ShardSqNorm(shard, event.version, event.square))
         elif isinstance(event, _TRAINING):
             self._on_training(event)
         elif isinstance(event, ShardSqNorm):
-            # Servers may still be applying the last update when the workers have drained.
-            assert self._pace is not None
-            self._send(self._pace.on_report(event, now))
+            if view in (None, self._pace_view):
+                # Servers may still be applying the last update when the workers have drained.
+                assert self._pace is not None
+                shard = self.servers.shard_of(event.server)
+                report = ShardSqNorm(shard, event.version, event.square)
+                self._send(self._pace.on_report(report, now))
         elif isinstance(event, LossDiverged):
             self._on_diverging(event)
         elif isinstance(event, TrainingResumed):
@@ -67,10 +72,10 @@ class Coordinator(RunSequence):
             # Its cause is usually known soon; otherwise `renew` is called. A worker that could not
             # meet the others at the start reports this before it is ready.
             self._must_regroup |= self._awaited is WorkerReady
+        elif isinstance(event, ServerHeartbeat):
+            self.servers.status.on_heartbeat(event.server, 0, "serve", 0, now)
         elif isinstance(event, ServerReady):
-            self._servers[event.server] = (event.host, event.port)
-            self._server_versions[event.server] = event.version
-            self._resume_if_all_answered()
+            self._on_server_ready(event)
         elif self._is_repeated_answer(event):
             pass
         elif self._awaited is not None and isinstance(event, self._awaited):
@@ -97,6 +102,14 @@ class Coordinator(RunSequence):
             self._retire(worker)
         return self._actions
 
+    def lose_server(self, server: int, reason: str, now: float) -> list[Action]:
+        """Continues without a server that is gone for good; `can_lose_server` must hold."""
+        self._now = now
+        self._actions = []
+        if not self._ended:
+            self._lose_server(server, reason)
+        return self._actions
+
     def renew(self, view: int, reason: str, now: float) -> list[Action]:
         """Forms a view again in which an exchange failed, unless it has changed meanwhile."""
         self._now = now
@@ -115,6 +128,15 @@ class Coordinator(RunSequence):
         elif self._awaited is WorkerReady:
             self._ready[ready.worker] = ready
             self._resume_if_all_answered()
+
+    def _on_server_ready(self, ready: ServerReady) -> None:
+        servers = self.servers
+        address = (ready.host, ready.port)
+        servers.set_ready(ready.server, address, self._now, version=ready.version)
+        if ready.server in self.view.servers and ready.server not in servers.lost:
+            self._resume_if_all_answered()
+        else:
+            self._admit_server(ready.server)
 
     def _is_foreign(self, event: Message, view: int | None) -> bool:
         """Returns whether a report comes from another view, or from a lost worker."""
@@ -200,9 +222,6 @@ class Coordinator(RunSequence):
             self._end("diverged", reason)
         elif self._decision is None or not self._decision.restore:
             self._apply_decision(self._roll_back(reason), pace)
-
-    def _servers_are_ready(self) -> bool:
-        return len(self._servers) == self.plan.servers
 
     def _advance(self, step: Callable[[], object]) -> None:
         try:

@@ -45,7 +45,8 @@ class SnapshotTaken:
     layout: str | None
     left: RowRanges
     """Rows of the epoch that are left, if workers read in blocks."""
-    servers: tuple[tuple[str, int], ...]
+    servers: tuple[int, ...]
+    """Servers of the view; each of them has loaded the state, unless workers are entering."""
     last_saved: int
     rollback_phase: int | None
     has_best: bool
@@ -59,6 +60,7 @@ class ViewBegun:
     t: float
     number: int
     members: tuple[int, ...]
+    servers: tuple[int, ...] = ()
 
 
 @record
@@ -96,6 +98,7 @@ def entry_to_plain(entry: JournalEntry) -> list[object]:
         update = entry.update
         parts = [(part.worker, part.handle, part.weight) for part in update.parts]
         fields[1] = [update.version, parts, update.lr_scale, update.clip, update.fraction]
+        fields[1].append(update.view)
         fields[2] = [(c.lo, c.hi, c.staleness, c.rows) for c in entry.covers]
     return [type(entry).__name__, *fields]
 
@@ -135,7 +138,11 @@ class RunPosition:
     entering: bool
     version: int
     position: int
-    servers: tuple[tuple[str, int], ...]
+    servers: tuple[int, ...]
+    holding: tuple[int, ...]
+    """Servers that have loaded the state, unless workers were entering a strategy."""
+    loaded_view: int
+    """View in which they have loaded it."""
     last_saved: int
     rollback_phase: int | None
     has_best: bool
@@ -180,7 +187,7 @@ class JournalReplay:
         elif (here := self._position) is None:
             return  # No strategy has been entered yet: there is nothing to continue.
         elif isinstance(entry, ViewBegun):
-            here.view, here.members = entry.number, entry.members
+            here.view, here.members, here.servers = entry.number, entry.members, entry.servers
         elif isinstance(entry, RowsPlanned):
             here.planned.setdefault(entry.lo, []).extend(entry.rows)
             self._taken.extend(entry.rows)
@@ -206,6 +213,8 @@ class JournalReplay:
             version=entry.version,
             position=entry.position,
             servers=entry.servers,
+            holding=entry.servers,
+            loaded_view=entry.view,
             last_saved=entry.last_saved,
             rollback_phase=entry.rollback_phase,
             has_best=entry.has_best,

@@ -26,7 +26,6 @@ class JournalKeeper:
     _actions: list[Action]
     _ledger: Ledger
     _pace: Pace | None
-    _servers: dict[int, tuple[str, int]]
     _view_samples: int
     _last_saved: int
     _rollback_phase: int | None
@@ -60,7 +59,7 @@ class JournalKeeper:
                 training=training,
                 layout=None if layout is None else layout_fingerprint(layout),
                 left=() if layout is None else tuple(ledger.remaining_rows()),
-                servers=tuple(self._servers[i] for i in range(self.plan.servers)),
+                servers=self.view.servers,
                 last_saved=self._last_saved,
                 rollback_phase=self._rollback_phase,
                 has_best=self._has_best,

@@ -77,6 +77,7 @@ class EnterPhase(Message):
 
     phase: int
     servers: tuple[tuple[str, int], ...]
+    """Server of each shard."""
     switching: bool
     """False at the start of a run, when there is no pause to measure."""
     groups: tuple[tuple[int, ...], ...] = ()
@@ -88,6 +89,8 @@ class EnterPhase(Message):
     best: bool = False
     """Restore the state that `EpochEnd` kept, not that of the last snapshot."""
     lr_gain: float = 1.0
+    backups: tuple[tuple[int, str, int], ...] = ()
+    """Shard, host and port of further servers, which hold copies."""
 
 
 class Quiesce(Message):
@@ -348,6 +351,14 @@ class ApplyUpdate(Message):
     fraction: tuple[float, float, float] | None = None
     """Share, delay and look-ahead of a `protocol.staleness.Fraction`; None for the optimizer's own
     step."""
+    view: int = 0
+    """View in which the servers have loaded their state; they ignore orders of any other."""
+
+
+class ServerHeartbeat(Message):
+    """Sent by a server every second, by a separate thread."""
+
+    server: int
 
 
 class ShardSqNorm(Message):
@@ -361,6 +372,7 @@ class ShardSqNorm(Message):
 class ClipFactor(Message):
     version: int
     factor: float
+    view: int = 0
 
 
 class StopServer(Message):

@@ -17,6 +17,7 @@ from paceline.protocol.ledger import ALL_WORKERS, LeaseEntry, Ledger
 from paceline.protocol.messages import (
     Message,
     PlannedSteps,
+    ShardSqNorm,
     StepsApplied,
     record,
 )
@@ -52,12 +53,14 @@ class CoveredWork:
 
 @record
 class SendToServers:
-    """Sends to the servers of the active strategy: the first `servers` of those launched."""
+    """Sends to the servers of the active strategy, which has this many shards."""
 
     servers: int
     message: Message
     covers: tuple[CoveredWork, ...] = ()
     """The work that an update contains."""
+    holders: tuple[int, ...] = ()
+    """Servers of the view that hold these shards; the coordinator fills it in."""
 
 
 OutgoingMessage = Send | SendToServers
@@ -75,6 +78,8 @@ class PaceContext:
     groups: WorkerGroups = ()
     speeds: tuple[float, ...] = ()
     """Samples per second of each worker, as far as they were measured; 0 if unknown."""
+    view: int = 0
+    """View in which servers load the state of this phase."""
 
 
 class Pace(ABC):
@@ -212,6 +217,8 @@ class PlannedPace(Pace):
             self._excluded.add(worker)
 
     def on_report(self, report: Message, now: float) -> list[OutgoingMessage]:
+        if isinstance(report, ShardSqNorm):
+            return []  # From a copy of a shard, for the last update of another strategy.
         if not isinstance(report, StepsApplied):
             raise AssertionError(f"unexpected {type(report).__name__} with planned work")
         if self._at[report.worker] == self._slowest < report.position:

@@ -71,18 +71,21 @@ class PhaseSequence(ViewSequence):
         best: bool = False,
     ) -> Script[None]:
         history, strategy, size = self.history, self._strategy(), self.view.size
-        servers = tuple(self._servers[i] for i in range(strategy.servers_for(self.plan.workers)))
+        shards = strategy.servers_for(self.plan.workers)
+        servers, backups = self.servers.places(self.view.servers, shards)
         groups = strategy.worker_groups(size, self._rank_speeds)
         question = EnterPhase(
-            *(history.phase, servers, switching, groups, snapshot, restore, best, history.lr_gain)
+            *(history.phase, servers, switching, groups, snapshot, restore, best, history.lr_gain),
+            backups=backups,
         )
-        self._entering = True
+        self._entering, self.servers.holding = True, None
         self._take_snapshot(entering=True)
         yield from self._ask_all_workers(question, PhaseEntered)
-        self._entering = False
-        self._pace = self._make_pace_of_view(groups)
+        self._entering, self.servers.holding = False, frozenset(self.view.servers)
+        self._pace = self._make_pace_of_view(groups, self.view.number)
 
-    def _make_pace_of_view(self, groups: WorkerGroups) -> Pace:
+    def _make_pace_of_view(self, groups: WorkerGroups, view: int) -> Pace:
+        self._pace_view = view
         context = PaceContext(
             workers=self.view.size,
             batch=self.history.batch,
@@ -91,6 +94,7 @@ class PhaseSequence(ViewSequence):
             clip=self.plan.clip if self.plan.clip is not None else self._facts.clip,
             groups=groups,
             speeds=self._rank_speeds,
+            view=view,
         )
         return self._make_pace(self._strategy(), context)
 

@@ -70,6 +70,9 @@ class PushPace(Pace):
         self._pushed: dict[tuple[int, int], tuple[int, int, RowRanges]] = {}
         """Positions and rows of each push, by unit and handle, until it is applied."""
         self._squares: dict[int, dict[int, float]] = {}
+        self._view = context.view
+        self._clipped = 0
+        """Last version whose norm is complete; copies of a shard report it once more."""
         self._last_staleness = [-1] * len(self._push_units)
         self._idle: set[int] = set()
         """Units that wait because no lease was left."""
@@ -245,18 +248,21 @@ class PushPace(Pace):
             share = 1.0
         fraction = self._meter.on_update(pushes, share) if self._meter is not None else None
         scale = rules.lr_scale(share, most_stale) if fraction is None else 1.0
-        update = ApplyUpdate(self.version, tuple(parts), scale, self._clip, fraction)
+        update = ApplyUpdate(self.version, tuple(parts), scale, self._clip, fraction, self._view)
         return SendToServers(rules.servers, update, tuple(covers))
 
     def _on_reduced(self, report: ShardSqNorm) -> list[OutgoingMessage]:
+        if not self._clipped < report.version <= self.version:
+            return []  # From another copy of the shard, perhaps for an earlier phase.
         squares = self._squares.setdefault(report.version, {})
         squares[report.server] = report.square
         if len(squares) < self._rules.servers:
             return []
         del self._squares[report.version]
+        self._clipped = report.version
         assert self._clip is not None
         # In the order of the servers, so that the sum does not depend on the order of arrival.
         norm = sum(squares[s] for s in sorted(squares)) ** 0.5
         # The same formula as torch.nn.utils.clip_grad_norm_.
         factor = min(1.0, self._clip / (norm + 1e-6))
-        return [SendToServers(self._rules.servers, ClipFactor(report.version, factor))]
+        return [SendToServers(self._rules.servers, ClipFactor(report.version, factor, self._view))]

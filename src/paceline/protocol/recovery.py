@@ -38,6 +38,7 @@ from paceline.protocol.run_spec import (
     RunSpec,
     RunStopped,
 )
+from paceline.protocol.server_members import ServerMembers
 from paceline.protocol.switch_policy import RunHorizon
 from paceline.protocol.view import MemberLost, MembershipView
 from paceline.specs.strategy import Strategy
@@ -59,6 +60,7 @@ class ViewSequence(JournalKeeper):
         self.plan = plan
         self.view = MembershipView(0, tuple(range(plan.workers)), tuple(range(plan.servers)))
         self.members = Membership(plan.workers, now)
+        self.servers = ServerMembers(plan.shards, plan.servers)
         self._now = now
         self._actions: list[Action] = []
         self._awaited: type[Message] | None = WorkerReady
@@ -71,6 +73,8 @@ class ViewSequence(JournalKeeper):
         self._entering = False
         """True while some workers may have entered a strategy and others not."""
         self._pace: Pace | None = None
+        self._pace_view = 0
+        """View in which the pace was made; servers report under its number until the next one."""
         self._ready: dict[int, WorkerReady] = {}
         """Reports of the workers of the first view."""
         self._lost: dict[int, str] = {}
@@ -121,7 +125,29 @@ class ViewSequence(JournalKeeper):
         """Returns whether the run can continue without a worker."""
         if self.view.rank_of(worker) is None or worker in self._lost:
             return True  # Not a member of this view.
-        return self.plan.is_elastic and self.live_workers > max(1, self.plan.min_workers)
+        return self.plan.can_lose_workers and self.live_workers > max(1, self.plan.min_workers)
+
+    def can_lose_server(self, server: int) -> bool:
+        """Returns whether the run can continue without a server: another has the same state."""
+        if server not in self.view.servers or server in self.servers.lost:
+            return True
+        return self.plan.is_elastic and self.servers.can_spare(server, self.view.servers)
+
+    def _lose_server(self, server: int, reason: str) -> None:
+        self.servers.remove(server)
+        if server not in self.view.servers or server in self.servers.lost:
+            return
+        self.servers.lost[server] = reason
+        if self._awaited is WorkerReady:
+            self._resume_if_all_answered()
+        elif not self._is_training() or self._strategy().servers_for(self.plan.workers):
+            self._begin_change()
+            self._change_view()
+
+    def _admit_server(self, server: int) -> None:
+        """Admits a server that was started again at the next quiesce."""
+        self.servers.joining.add(server)
+        self._stop_early()
 
     def why_not_leave(self, worker: int) -> str | None:
         """Returns why a worker cannot leave; None if it can."""
@@ -129,7 +155,7 @@ class ViewSequence(JournalKeeper):
             return f"worker {worker} is not part of the run"
         if self.view.rank_of(worker) is None or worker in self._lost:
             return None
-        if not self.plan.is_elastic:
+        if not self.plan.can_lose_workers:
             return f"worker {worker} cannot leave: the run needs all of its workers"
         least = max(1, self.plan.min_workers)
         if self.live_workers - len(self._leaving - {worker}) <= least:
@@ -253,9 +279,11 @@ class ViewSequence(JournalKeeper):
     def _form_view(self) -> Script[None]:
         before = self.view
         self._refuse_other_jobs()
-        gone = self._departing()
-        self._reasons += [*self._lost.values(), *(f"worker {w} left" for w in sorted(gone))]
+        gone, servers = self._departing(), self.servers
+        self._reasons += [*self._lost.values(), *servers.lost.values()]
+        self._reasons += [f"worker {w} left" for w in sorted(gone)]
         self._reasons += [f"worker {w} joined" for w in self._joining]
+        self._reasons += [f"server {s} joined" for s in sorted(servers.joining)]
         self._remember_speeds()
         self._flush_switch()
         if self._pace is not None:
@@ -265,14 +293,14 @@ class ViewSequence(JournalKeeper):
             self._actions += [Send(worker, Dismiss()), ReleaseWorker(worker)]
         stay = [w for w in before.workers if w not in self._lost and w not in gone]
         members = tuple(sorted({*stay, *self._joining}))
-        self.view = MembershipView(before.number + 1, members, before.servers)
+        self.view = MembershipView(before.number + 1, members, servers.next_members(before.servers))
         self._leaving -= gone
         self._lost, self._joining = {}, {}
         self._answered, self._last_step, self._resumed = {}, {}, {}
         version = self._pace.version if self._pace is not None else 0
-        self._write(ViewBegun(self._now, self.view.number, members))
+        self._write(ViewBegun(self._now, self.view.number, members, self.view.servers))
         offers: list[StateOffered] = yield from self._ask_all_workers(
-            Regroup(self.view.number, members, version, self._entering), StateOffered
+            Regroup(self.view.number, members, version, self._entering, servers.gone), StateOffered
         )
         contains = [
             (offer.samples if offer.samples >= 0 else self._view_samples, offer.worker)
@@ -309,6 +337,7 @@ class ViewSequence(JournalKeeper):
             samples=self.history.samples,
             seconds=self._event_time,
             members=list(self.view.workers),
+            servers=list(self.view.servers),
             reason="; ".join(self._reasons),
             pause_s=round(self._now - self._changing_since, 6),
             recomputed=recomputed,
@@ -343,7 +372,14 @@ class ViewSequence(JournalKeeper):
                 self._actions.append(Send(workers[order.worker], order.message))
             else:
                 self._note_update(order)
-                self._actions.append(order)
+                holders = self._holders(order.servers)
+                self._actions.append(dataclasses.replace(order, holders=holders))
+
+    def _holders(self, shards: int) -> tuple[int, ...]:
+        """Returns the servers that have loaded one of the first shards."""
+        servers = self.servers
+        loaded = servers.holding if servers.holding is not None else self.view.servers
+        return tuple(sorted(s for s in loaded if servers.shard_of(s) < shards))
 
     def _ask_all_workers(self, question: Message, answer: type[Message]) -> Script[list[Any]]:
         self._awaited, self._answers = answer, {}
@@ -358,13 +394,10 @@ class ViewSequence(JournalKeeper):
             expected = self.live_workers
         else:
             answers, expected = self._answers, self.view.size
-        if len(answers) == expected and self._servers_are_ready():
+        if len(answers) == expected and self.servers.are_ready(self.view.servers):
             in_order = [answers[w] for w in sorted(answers)]
             self._awaited, self._answers = None, {}
             self._resume(in_order)
-
-    @abstractmethod
-    def _servers_are_ready(self) -> bool: ...
 
     def _resume(self, answers: list[Any]) -> None:
         self._advance(lambda: self._sequence.send(answers))

@@ -83,8 +83,6 @@ class RunSequence(PhaseSequence):
         self.final: dict[str, float | None] = {}
         self.notes: tuple[str, ...] = ()
         self._view_samples = self.history.samples
-        self._servers = {}
-        self._server_versions: dict[int, int] = {}
         self._last_saved = self.history.samples
         self._first_rows = {}
         self._policy: SwitchPolicy
@@ -181,8 +179,8 @@ class RunSequence(PhaseSequence):
             yield from self._regroup()
         # A run that is resumed at a switch point switches now.
         decision = None if ended else self._record(self._policy.decide(history))
-        must_regroup = self._lost or self._joining or self._departing() or self._must_regroup
-        if must_regroup and adopted is None:
+        must_regroup = self._lost or self._joining or self._departing() or self.servers.lost
+        if (must_regroup or self._must_regroup) and adopted is None:
             yield from self._regroup()
         if adopted is None or decision is not None:
             yield from self._enter(decision)
@@ -241,7 +239,8 @@ class RunSequence(PhaseSequence):
 
     def _adopt_view(self, adopted: RunPosition) -> None:
         """Takes over the workers of another coordinator, for the next view."""
-        self.view = MembershipView(adopted.view, adopted.members, self.view.servers)
+        self.view = MembershipView(adopted.view, adopted.members, adopted.servers)
+        self.servers.holding = None if adopted.entering else frozenset(adopted.holding)
         self._is_adopting = True
         self.members.replace(adopted.members, self._now)
         self._view_samples, self._last_saved = adopted.view_samples, adopted.last_saved
@@ -259,14 +258,16 @@ class RunSequence(PhaseSequence):
         if adopted.entering:
             return
         self._pace = self._make_pace_of_view(
-            strategy.worker_groups(self.view.size, self._rank_speeds)
+            strategy.worker_groups(self.view.size, self._rank_speeds), adopted.loaded_view
         )
         self._pace.version = adopted.version
         servers = strategy.servers_for(self.plan.workers)
-        behind = min((self._server_versions[i] for i in range(servers)), default=0)
-        # Servers ignore what they have received before.
+        # Only what a server lacks: a repeated order could reach it after the next import of state.
         self._actions.extend(
-            SendToServers(servers, order) for order in adopted.orders if order.version > behind
+            SendToServers(servers, order, holders=(holder,))
+            for holder in self._holders(servers)
+            for order in adopted.orders
+            if order.version > self.servers.version_of(holder)
         )
         for norm in self._early_norms:
             self._send(self._pace.on_report(norm, self._now))
@@ -298,10 +299,10 @@ class RunSequence(PhaseSequence):
     def _train_and_settle(self, stop: int) -> Script[list[Quiesced]]:
         if self._ledger.frontier < stop:
             yield from self._train(stop)
-        if self._lost:
+        if self._lost or self.servers.lost:
             yield from self._regroup()  # Settling needs all workers of the view.
         replies = yield from self._settle()
-        if self._joining or self._departing():
+        if self._joining or self._departing() or self.servers.joining:
             yield from self._regroup()
         return replies
 

@@ -41,18 +41,34 @@ class RunSpec:
     """True if the workers outlive their coordinator, so that another one may continue the run."""
 
     @property
-    def servers(self) -> int:
+    def shards(self) -> int:
+        """Number of parts of the weights on servers."""
         return self.strategy.servers_for(self.workers)
 
     @property
+    def copies(self) -> int:
+        """Number of servers that hold each shard."""
+        return self.strategy.copies_of_shards(elastic=self.can_lose_workers)
+
+    @property
+    def servers(self) -> int:
+        """Number of server processes: server `s` holds shard `s % shards`."""
+        return self.shards * self.copies
+
+    @property
     def is_elastic(self) -> bool:
-        """True if the run can continue without some of its workers."""
+        """True if the run can continue without some of its workers or servers."""
+        return self.can_lose_workers or (self._can_regroup and self.servers > self.shards)
+
+    @property
+    def can_lose_workers(self) -> bool:
+        """True if workers may be lost, leave or join."""
+        return self.min_workers > 0 and self._can_regroup
+
+    @property
+    def _can_regroup(self) -> bool:
         # A custom training loop has consumed a batch that would have to be computed again.
-        return (
-            self.min_workers > 0
-            and not self.custom_loop
-            and all(phase.survives_losses for phase in self.strategy.phases)
-        )
+        return not self.custom_loop and all(p.survives_losses for p in self.strategy.phases)
 
     def next_stop(
         self,

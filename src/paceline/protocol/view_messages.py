@@ -16,6 +16,8 @@ class Regroup(Message):
     """Version that servers must have applied before their state is taken over."""
     entering: bool
     """True if workers were entering a strategy: servers may not have received its state yet."""
+    lost_servers: tuple[tuple[str, int], ...] = ()
+    """Addresses of servers that are gone."""
 
 
 class FormGroup(Message):

@@ -49,6 +49,8 @@ def describe_notice(notice: RunNotice) -> str | None:
             )
         case ev.ViewChanged(row=row):
             names = ", ".join(map(str, row.members))
+            if row.servers:
+                names += f" and server {', '.join(map(str, row.servers))}"
             again = f", {row.recomputed} samples are trained again" if row.recomputed else ""
             return (
                 f"view {row.number} at sample {row.samples}, with worker {names} "

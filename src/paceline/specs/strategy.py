@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from paceline.errors import SpecError
 from paceline.specs.base import Spec
 
+MAX_COPIES = 4
+"""Maximum number of servers that hold the same shard."""
 WorkerGroups = tuple[tuple[int, ...], ...]
 """Groups of workers that act as one; empty if each worker acts individually."""
 
@@ -79,8 +81,12 @@ class Strategy(Spec):
         return ""
 
     def servers_for(self, workers: int) -> int:
-        """Returns the number of server processes in addition to the workers."""
+        """Returns the number of shards of the weights on servers."""
         return 0
+
+    def copies_of_shards(self, *, elastic: bool) -> int:
+        """Returns the number of servers that hold each shard; `elastic` if workers may be lost."""
+        return 1
 
     def idle_workers(self, workers: int) -> frozenset[int]:
         """Returns the workers that compute nothing while the strategy is active."""

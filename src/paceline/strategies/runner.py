@@ -2,10 +2,10 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -13,7 +13,7 @@ from paceline.comm.process_group import CollectiveGroup
 from paceline.comm.wire import CoordinatorLink
 from paceline.errors import PeerLost
 from paceline.protocol.balance import split_batch
-from paceline.protocol.messages import Lease, StepStats
+from paceline.protocol.messages import EnterPhase, Lease, StepStats
 from paceline.state import (
     RemoteTensor,
     Section,
@@ -101,9 +101,15 @@ class PhaseContext:
     """Settings of one phase."""
 
     servers: tuple[tuple[str, int], ...] = ()
-    """Addresses of the parameter servers."""
+    """Address of the server of each shard."""
+    backups: tuple[tuple[int, str, int], ...] = ()
+    """Shard, host and port of further servers, which hold copies."""
     groups: tuple[tuple[int, ...], ...] = ()
     """Ranks of the workers that synchronize with each other."""
+
+    @classmethod
+    def from_message(cls, message: EnterPhase) -> Self:
+        return cls(servers=message.servers, backups=message.backups, groups=message.groups)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,11 +197,11 @@ class Runner(ABC):
         """True if this worker holds the result of all steps so far, between two steps."""
         return True
 
-    def recover_state(self, version: int) -> Section:
+    def recover_state(self, version: int, lost_servers: Sequence[tuple[str, int]] = ()) -> Section:
         """Returns the global state of the last complete update, without the other workers.
 
         `finish_step` may have been interrupted; only `close` follows. Servers have been ordered to
-        apply updates up to `version`.
+        apply updates up to `version`; nothing answers at the addresses of lost ones.
         """
         return state_from_model(self.replica.model, self.replica.optimizer)
 

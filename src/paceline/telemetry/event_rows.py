@@ -100,7 +100,7 @@ class DecisionRow(ResultRow):
 
 @dataclass(frozen=True, kw_only=True)
 class ViewRow(ResultRow):
-    """One entry of `views`: a change of the workers that take part in the run."""
+    """One entry of `views`: a change of the workers and servers that take part in the run."""
 
     number: int
     samples: int
@@ -108,6 +108,8 @@ class ViewRow(ResultRow):
     seconds: float = 0.0
     """Since the start of the run."""
     members: list[int] = field(default_factory=list)
+    """Workers."""
+    servers: list[int] = field(default_factory=list)
     reason: str = ""
     pause_s: float = 0.0
     """From the notice of the loss to the start of the view; `ps` trains on meanwhile."""

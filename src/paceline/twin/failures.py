@@ -15,6 +15,7 @@ import numpy as np
 from paceline.launch.deadlines import SILENCE_S
 from paceline.launch.restarts import RestartPolicy
 from paceline.plan.pool_arrays import STARTUP_S
+from paceline.protocol.messages import ServerReady
 from paceline.twin.startup import describe_worker
 
 if TYPE_CHECKING:
@@ -83,10 +84,10 @@ class Failures:
             step = simulator.steps_of_worker(worker)
             text = f"worker {worker} ({name}) died at step {step}"
             self.end_worker(worker, text, now, noticed_s=SILENCE_S, restart=False)
-        servers = [s for s, each in enumerate(simulator.fleet.servers) if each.host == name]
-        if servers:
-            text = f"server {', '.join(map(str, servers))} ({name}) died"
-            simulator.timeline.schedule(now + SILENCE_S, partial(simulator.fail, text))
+        for server in self._servers_on(name):
+            text = f"server {server} ({name}) died"
+            notice = partial(self._notice_server, server, text)
+            simulator.timeline.schedule(now + SILENCE_S, notice)
         if back_at is not None:
             # A machine that returns at once is started again when its loss has been noticed.
             at = max(back_at, now + SILENCE_S)
@@ -94,10 +95,33 @@ class Failures:
             if then is not None:
                 then(at)
 
+    def _servers_on(self, name: str) -> list[int]:
+        hosts = self._simulator.fleet.servers
+        return [server for server, host in enumerate(hosts) if host.host == name]
+
+    def _notice_server(self, server: int, text: str, now: float) -> None:
+        simulator, coordinator = self._simulator, self._simulator.coordinator
+        if simulator.end is not None:
+            return
+        if not coordinator.can_lose_server(server):
+            simulator.fail(text, now)
+            return
+        serving = simulator.views.serving
+        simulator.execute(coordinator.lose_server(server, text, now), now)
+        serving.resume_servers()
+
     def _return_machine(self, host: Host, now: float) -> None:
         self.dead_hosts.discard(host.host)
         for worker in self._workers.get(host.host, ()):
             self._start(worker, now)
+        startup_s = STARTUP_S if host.startup_s is None else host.startup_s
+        for server in self._servers_on(host.host):
+            ready = partial(self._be_ready_to_serve, server)
+            self._simulator.timeline.schedule(now + startup_s, ready)
+
+    def _be_ready_to_serve(self, server: int, now: float) -> None:
+        if self._simulator.fleet.servers[server].host not in self.dead_hosts:
+            self._simulator.handle(ServerReady(server, "virtual", 1), now)
 
     def end_worker(
         self,
@@ -127,10 +151,10 @@ class Failures:
             simulator.fail(text, now)
             return
         if restart:
-            delay_s = self._restarts.next_delay_s(worker, text)
+            delay_s = self._restarts.next_delay_s(f"worker-{worker}", text)
             if delay_s is not None:
                 simulator.timeline.schedule(now + delay_s, partial(self._start, worker))
-            elif why := self._restarts.why_excluded(worker):
+            elif why := self._restarts.why_excluded(f"worker-{worker}"):
                 text = f"{text}; {why}"
         simulator.execute(coordinator.lose(worker, text, now), now)
 

@@ -365,9 +365,19 @@ class PushPullSimulation(StrategySimulation):
         self._apply_next()
 
     def _server_is_dead(self) -> bool:
-        """A server dies with its host."""
-        dead = self.simulator.failures.dead_hosts
-        return bool(dead) and any(h.host in dead for h in self.fleet.servers[: self.rules.servers])
+        """A server dies with its host; a copy takes over when the loss has been noticed."""
+        dead, coordinator = self.simulator.failures.dead_hosts, self.simulator.coordinator
+        if not dead:
+            return False
+        first: dict[int, int] = {}
+        for server in coordinator.view.servers:
+            if server not in coordinator.servers.lost:
+                first.setdefault(coordinator.servers.shard_of(server), server)
+        used = [first[shard] for shard in range(self.rules.servers) if shard in first]
+        return any(self.fleet.servers[server].host in dead for server in used)
+
+    def resume_servers(self) -> None:
+        self._apply_next()
 
     def when_applied(self, version: int, now: float, then: Callback) -> None:
         """Calls `then` at `now`, or when the version is applied if that is later.

@@ -74,6 +74,9 @@ class StrategySimulation:
     def lose(self, worker: int, now: float) -> None:
         """Continues without the events of a worker that is gone."""
 
+    def resume_servers(self) -> None:
+        """Continues with the copies of shards, after the loss of servers was noticed."""
+
     def halt(self, now: float) -> None:
         """Stops the workers, because the view ends; servers apply what was ordered."""
         self.halted_at = min(self.halted_at, now)

@@ -308,7 +308,7 @@ class CoordinatorClient(ViewMember):
             self._drop_inner_state()
             self._snapshot_or_restore(message)
         assert self._state is not None
-        phase = PhaseContext(servers=message.servers, groups=message.groups)
+        phase = PhaseContext.from_message(message)
         spec = self._session.strategy.phases[message.phase]
         runner = self._runner = make_runner(spec, self._context, phase)
         self._is_fresh = True

@@ -92,7 +92,7 @@ class ViewMember:
         assert self._runner is not None
         try:
             with peer_errors("the state cannot be recovered", inside_layers=True):
-                self._state = self._runner.recover_state(message.version)
+                self._state = self._runner.recover_state(message.version, message.lost_servers)
         except (PeerLost, DeadlineExceeded) as error:
             print(f"view {message.view}: {error}", flush=True)
             self._state, self._holds_state = None, False

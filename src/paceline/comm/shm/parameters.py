@@ -241,7 +241,7 @@ class SharedWeightsReader:
         shared, mailbox = self.weights, self.mailbox
         start, applied_us = time.perf_counter_ns(), shared.applied_us
         for _ in range(MAX_COPY_ATTEMPTS):
-            self._wait_for(at_least)
+            self.wait_for(at_least)
             sequence = shared.sequence
             if sequence % 2:
                 continue
@@ -260,7 +260,8 @@ class SharedWeightsReader:
                 return version, queued_us
         return None
 
-    def _wait_for(self, at_least: int) -> None:
+    def wait_for(self, at_least: int) -> None:
+        """Waits for that version, and until the server has consumed the last push."""
         shared, mailbox = self.weights, self.mailbox
 
         def ready() -> bool:

@@ -76,7 +76,6 @@ class LocalLauncher(Launcher):
 
     engine = "local"
     supports_live_objects = True
-    starts_servers = True
     processes_survive = True
 
     def __init__(self, *, fork: bool = True) -> None:

@@ -34,7 +34,7 @@ class SshLauncher(RemoteLauncher):
         names = [host.host for host in self.hosts]
         self.hosts += [host for host in servers_on if host.host not in names]
         names = [host.host for host in self.hosts]
-        self._server_sites = [names.index(host.host) for host in servers_on]
+        self._listed_sites = [names.index(host.host) for host in servers_on]
         self._pool_file: tuple[Path, float] | None = None
         self._known_hosts = set(names)
 
@@ -44,14 +44,14 @@ class SshLauncher(RemoteLauncher):
         return [self.hosts[place] for place in self._seats]
 
     def place_servers(self, servers: int, workers: int) -> list[int | None]:
-        if not self._server_sites:
+        if not self._listed_sites:
             return super().place_servers(servers, workers)
         return [self._seat(server) for server in range(servers)]
 
     def _seat(self, server: int) -> int | None:
         """Returns the worker that starts a server; None on a machine without workers."""
-        turn, site = divmod(server, len(self._server_sites))
-        place = self._server_sites[site]
+        turn, site = divmod(server, len(self._listed_sites))
+        place = self._listed_sites[site]
         local_ranks = [rank for rank, seat in enumerate(self._seats) if seat == place]
         return local_ranks[turn % len(local_ranks)] if local_ranks else None
 
@@ -68,7 +68,7 @@ class SshLauncher(RemoteLauncher):
 
     def host_index_of(self, kind: str, index: int) -> int:
         if kind == "server":
-            return self._server_sites[index % len(self._server_sites)]
+            return self._listed_sites[index % len(self._listed_sites)]
         return self._seats[index]
 
     def watch(self, pool_file: Path) -> None:
@@ -101,6 +101,10 @@ class SshLauncher(RemoteLauncher):
             else:
                 found.append(RemoteHost(host, shell, python=find_python(host, shell)))
         return found
+
+    @property
+    def server_candidates(self) -> list[int]:
+        return self._listed_sites or super().server_candidates
 
     async def connect(self, stack: AsyncExitStack) -> list[RemoteHost]:
         names = ", ".join(host.host for host in self.hosts)

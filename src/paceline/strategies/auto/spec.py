@@ -75,6 +75,9 @@ class Auto(Strategy):
             return 0
         return max(part.servers_for(workers) for part in self.phases)
 
+    def copies_of_shards(self, *, elastic: bool) -> int:
+        return max(part.copies_of_shards(elastic=elastic) for part in self.phases)
+
     def state_fraction(self, workers: int) -> StateFraction:
         return max(
             (part.state_fraction(workers) for part in self.phases),

@@ -1,5 +1,7 @@
 """Worker side of diloco: local steps, then an outer step on the change of the weights."""
 
+from collections.abc import Sequence
+
 import torch
 
 from paceline.state import Section
@@ -50,8 +52,8 @@ class DiLoCoRunner(LocalStepsRunner):
         for group in self._outer.param_groups:
             group |= {"momentum": momentum, "nesterov": momentum > 0}
 
-    def recover_state(self, version: int) -> Section:
-        return self._with_momentum(super().recover_state(version))
+    def recover_state(self, version: int, lost_servers: Sequence[tuple[str, int]] = ()) -> Section:
+        return self._with_momentum(super().recover_state(version, lost_servers))
 
     def export_state(self) -> Section:
         return self._with_momentum(super().export_state())

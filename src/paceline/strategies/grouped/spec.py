@@ -8,7 +8,7 @@ from paceline.protocol.clock import AspClock
 from paceline.protocol.pace import Pace, PaceContext
 from paceline.protocol.push_pace import PushPace, PushRules
 from paceline.specs.base import choice_field, int_field, read_lr_scale, spec_field
-from paceline.specs.strategy import Strategy, WorkerGroups
+from paceline.specs.strategy import MAX_COPIES, Strategy, WorkerGroups
 from paceline.strategies.registry import StrategyRecord
 
 
@@ -20,6 +20,7 @@ class Grouped(Strategy):
     size: int = spec_field(int_field(1), 2)
     by: str = spec_field(choice_field("rank", "speed"), "rank")
     servers: int = spec_field(int_field(1, 1024), 1)
+    copies: int | None = spec_field(int_field(1, MAX_COPIES), None)
     lr_scale: float | None = spec_field(read_lr_scale, None)
 
     @property
@@ -36,6 +37,9 @@ class Grouped(Strategy):
 
     def servers_for(self, workers: int) -> int:
         return self.servers
+
+    def copies_of_shards(self, *, elastic: bool) -> int:
+        return self.copies or (2 if elastic else 1)
 
     def lag_bound(self, workers: int) -> float | None:
         return None

@@ -5,6 +5,8 @@ them, and every quiesce, makes them equal again. Optimizer slots stay local: a c
 worker's own and their average, which is what another strategy continues with.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
@@ -96,12 +98,12 @@ class LocalStepsRunner(Runner):
     def has_complete_state(self) -> bool:
         return self._steps == 0
 
-    def recover_state(self, version: int) -> Section:
+    def recover_state(self, version: int, lost_servers: Sequence[tuple[str, int]] = ()) -> Section:
         """Returns the state of the last synchronization; the slots are those of this worker."""
         with torch.no_grad():
             for parameter, anchor in zip(self._parameters, self._anchor, strict=True):
                 parameter.copy_(anchor)
-        return super().recover_state(version)
+        return super().recover_state(version, lost_servers)
 
     def export_state(self) -> Section:
         """Averages slots with equal weights over the workers that have them."""

@@ -3,18 +3,25 @@
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from paceline.codecs.compressor import Compressor
 from paceline.comm.flat_layout import FlatLayout
 from paceline.comm.shm.parameters import MailboxSegment, open_shared_weights
 from paceline.comm.shm.segment import shm_domain_id
-from paceline.comm.wire import Channel
 from paceline.errors import UsageError
 from paceline.strategies.ps.messages import MemoryReply, OfferMemory
+from paceline.strategies.ps.replicated import (
+    ReplicatedTransport,
+    open_channel,
+    recover_shard,
+    server_addresses,
+)
 from paceline.strategies.ps.spec import ParameterServer
 from paceline.strategies.ps.transport import (
     Connected,
     DeferredExchanges,
+    ParameterTransport,
     TcpTransport,
     WaitForExchange,
 )
@@ -36,35 +43,40 @@ def connect(
     There is one compressor per shard, or none without a codec; the worker saves their state.
     Raises PeerLost if a server does not accept, and UsageError if `via=shared` is impossible.
     """
-    links = [
-        TcpTransport(
-            Channel.connect(
-                host, port, token=context.token, peer=f"server {index}", timeout_s=context.timeout_s
-            ),
-            compressors[index] if compressors else None,
-        )
-        for index, (host, port) in enumerate(context.phase.servers)
-    ]
+    # With the shard of each; the first of a shard compresses for all.
+    links: list[tuple[int, TcpTransport]] = []
+    for shard in range(len(context.phase.servers)):
+        for place, address in enumerate(server_addresses(context, shard)):
+            compressor = compressors[shard] if compressors and place == 0 else None
+            links.append((shard, TcpTransport(open_channel(context, shard, address), compressor)))
     memory, reasons = None, set()
     if compressors:
         reasons.add("a codec")
     elif spec.via != "network":
         memory, reasons = _offer_memory(spec, context, layout, links)
-    shared = [link.kind == "shared" for link in links]
+    shared = [link.kind == "shared" for _, link in links]
+    transports: list[ParameterTransport] = []
+    for shard in range(len(context.phase.servers)):
+        copies = [link for s, link in links if s == shard]
+        transports.append(copies[0] if len(copies) == 1 else ReplicatedTransport(copies))
     reason = ", ".join(sorted(reasons))
     if spec.via == "shared" and not all(shared):
         raise UsageError(f"ps: via=shared is not available ({reason}); remove via")
     backend = "shared" if all(shared) else "partly shared" if any(shared) else "network"
     return Connected(
-        transports=tuple(links),
+        transports=tuple(transports),
         send_buffer=layout.new_buffer() if memory is None else memory.gradient,
         report=CommReport(backend=backend, reason=reason),
         exchanges=ThreadedExchanges() if spec.overlap else None,
+        recover=partial(recover_shard, context),
     )
 
 
 def _offer_memory(
-    spec: ParameterServer, context: WorkerContext, layout: FlatLayout, links: list[TcpTransport]
+    spec: ParameterServer,
+    context: WorkerContext,
+    layout: FlatLayout,
+    links: list[tuple[int, TcpTransport]],
 ) -> tuple[MailboxSegment | None, set[str]]:
     """Replaces the links to servers that accept this worker's shared memory.
 
@@ -79,7 +91,8 @@ def _offer_memory(
         return None, {f"{error.strerror} in /dev/shm"}
     reasons = set()
     try:
-        for index, (tcp, shard) in enumerate(zip(links, layout.shards, strict=True)):
+        for index, (number, tcp) in enumerate(links):
+            shard = layout.shards[number]
             place = (index, len(links), shard.lo, shard.hi)
             tcp.send(OfferMemory(context.rank, domain, memory.name, *place))
             reply, _ = tcp.receive_message(MemoryReply)
@@ -91,16 +104,17 @@ def _offer_memory(
             except OSError as error:
                 reasons.add(f"{error.strerror} at the memory of {tcp.peer}")
                 continue
-            links[index] = SharedMemoryTransport(
+            shared = SharedMemoryTransport(
                 tcp.channel,
                 weights,
                 memory.mailbox(index, shard.lo, shard.hi),
                 in_place=spec.sync.includes_own_update,
                 timeout_s=context.timeout_s,
             )
+            links[index] = (number, shared)
     finally:
         memory.unlink()
-    return (memory if any(link.kind == "shared" for link in links) else None), reasons
+    return (memory if any(link.kind == "shared" for _, link in links) else None), reasons
 
 
 class ThreadedExchanges(DeferredExchanges):

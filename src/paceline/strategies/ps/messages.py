@@ -101,6 +101,12 @@ class ExportSlots(DataMessage):
     at_least: int
 
 
+class AwaitVersion(DataMessage):
+    """Request for an answer when at least this version is applied."""
+
+    at_least: int
+
+
 class OfferMemory(DataMessage):
     """A worker's shared memory: bytes `lo` to `hi` of the gradient in it are for this server."""
 
@@ -130,6 +136,10 @@ class Loaded(DataMessage):
     """The shard's state was replaced."""
 
 
+class VersionApplied(DataMessage):
+    """Answer to `AwaitVersion`."""
+
+
 class Slots(DataMessage):
     """Optimizer state in the body."""
 
@@ -151,8 +161,11 @@ class Failed(DataMessage):
     error: str
 
 
-_FROM_WORKER = (PushHeader, PushGradient, PushShared, Pull, LoadShard, ExportSlots, OfferMemory)
-_FROM_SERVER = (Weights, Loaded, Slots, MemoryReply, Failed)
+_FROM_WORKER = (
+    *(PushHeader, PushGradient, PushShared, Pull),
+    *(LoadShard, ExportSlots, AwaitVersion, OfferMemory),
+)
+_FROM_SERVER = (Weights, Loaded, Slots, VersionApplied, MemoryReply, Failed)
 KINDS: dict[str, type[Message]] = {cls.__name__: cls for cls in (*_FROM_WORKER, *_FROM_SERVER)}
 
 

@@ -6,11 +6,11 @@ at a `GradientEndpoint` per worker. A thread ends when its worker disconnects; t
 the coordinator does.
 """
 
+import contextlib
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +22,14 @@ from paceline.protocol.messages import (
     ApplyUpdate,
     ClipFactor,
     Message,
+    ServerHeartbeat,
     ServerReady,
     ShardSqNorm,
     StopServer,
 )
 from paceline.protocol.shard import Handle, ServerShard, ShardAction, StepOptimizer, SumGradients
 from paceline.strategies.ps.messages import (
+    AwaitVersion,
     ExportSlots,
     Failed,
     Loaded,
@@ -36,6 +38,7 @@ from paceline.strategies.ps.messages import (
     Pull,
     PushGradient,
     PushHeader,
+    VersionApplied,
     data_from_wire,
 )
 from paceline.strategies.ps.store import ParameterStore, PendingGradient
@@ -43,6 +46,8 @@ from paceline.strategies.ps.transport import TcpEndpoint
 from paceline.strategies.ps.transport_shm import SharedMemoryEndpoint, accept_memory
 from paceline.telemetry.phase_clock import APPLY, RECEIVE, SEND, ServerClock
 from paceline.telemetry.sampler import ServerCounters, StepCounters
+
+HEARTBEAT_S = 1.0
 
 
 @dataclass(eq=False)
@@ -98,6 +103,7 @@ class ParameterServerProcess:
         self._shard = ServerShard()
         self._store = ParameterStore()
         self._changed = threading.Condition()
+        self._stopping = threading.Event()
         self._answered: set[int] = set()
         self._next_ticket = 0
         self._norm: ShardSqNorm | None = None
@@ -112,16 +118,20 @@ class ParameterServerProcess:
         self._clock.start_idle()
         self._control.greeting = lambda: self._greet(host, port)
         self._control.send(ServerReady(self._index, host, port))
+        threading.Thread(target=self._send_heartbeats, daemon=True).start()
         while not isinstance(message := self._control.receive(), StopServer):
+            if not isinstance(message, ApplyUpdate | ClipFactor):
+                raise WireError(f"unexpected {type(message).__name__} message to a server")
             with self._changed:
+                if message.view != self._view:
+                    continue  # Repeated by another coordinator, after the next import of state.
                 if isinstance(message, ApplyUpdate):
                     if self._shared:
                         self._find_gradients(message)
                     self._execute(self._shard.on_apply(message))
-                elif isinstance(message, ClipFactor):
-                    self._execute(self._shard.on_clip(message.version, message.factor))
                 else:
-                    raise WireError(f"unexpected {type(message).__name__} message to a server")
+                    self._execute(self._shard.on_clip(message.version, message.factor))
+        self._stopping.set()
         # shutdown wakes the accepting thread; close alone would leave it waiting.
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -137,6 +147,12 @@ class ParameterServerProcess:
             self._execute(self._shard.forget_pushes())
             ready = ServerReady(self._index, host, port, self._shard.version)
             return [ready] if self._norm is None else [ready, self._norm]
+
+    def _send_heartbeats(self) -> None:
+        """Until the connection is closed, which ends the process elsewhere."""
+        with contextlib.suppress(PacelineError):
+            while not self._stopping.wait(HEARTBEAT_S):
+                self._control.send(ServerHeartbeat(self._index))
 
     def _accept(self) -> None:
         while True:
@@ -195,7 +211,7 @@ class ParameterServerProcess:
                     if state.view < self._view:
                         raise WireError(f"state of view {state.view} in view {self._view}")
                     self._store.load(state)
-                    self._view = state.view
+                    self._view = self._control.view = state.view
                     self._left_behind.clear()
                     self._shard.reset()
                     self._norm = None
@@ -206,6 +222,9 @@ class ParameterServerProcess:
             self._wait_for(message.at_least)
             with self._in_phase(SEND), self._changed:
                 link.endpoint.send_slots(self._store.slots())
+        elif isinstance(message, AwaitVersion):
+            self._wait_for(message.at_least)
+            link.endpoint.send(VersionApplied())
         elif isinstance(message, OfferMemory):
             self._accept_memory(link, message)
         else:
@@ -249,7 +268,7 @@ class ParameterServerProcess:
         self.bytes_sent += counters.bytes_sent
         self.bytes_received += counters.bytes_received
 
-    @contextmanager
+    @contextlib.contextmanager
     def _in_phase(self, phase: int) -> Iterator[None]:
         self._clock.begin(phase)
         try:
@@ -342,7 +361,7 @@ class ParameterServerProcess:
         if actions:
             self._changed.notify_all()
 
-    @contextmanager
+    @contextlib.contextmanager
     def _applying(self) -> Iterator[None]:
         began = self._apply_began_ns = time.perf_counter_ns()
         with self._in_phase(APPLY):

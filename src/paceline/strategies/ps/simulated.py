@@ -76,13 +76,14 @@ class SimulatedTransport:
     def load(self, state: ShardState) -> None:
         self._servers.load(state)
 
-    def forget_push(self) -> None: ...
-
     def request_slots(self, at_least: int) -> None:
         return
 
     def receive_slots(self) -> list[Slot]:
         return [Slot(i, name, value.clone()) for i, name, value in self._servers.store.slots()]
+
+    def interrupt(self) -> None:
+        return
 
     def close(self) -> None:
         return

@@ -16,7 +16,7 @@ from paceline.specs.base import (
     read_lr_scale,
     spec_field,
 )
-from paceline.specs.strategy import StateFraction, Strategy
+from paceline.specs.strategy import MAX_COPIES, StateFraction, Strategy
 from paceline.strategies.ps.sync import SYNC_MODES, Asp, SyncMode, read_sync
 from paceline.strategies.registry import StrategyRecord
 
@@ -31,6 +31,7 @@ class ParameterServer(Strategy):
     name: ClassVar[str] = "ps"
     sync: SyncMode = spec_field(read_sync, Asp())
     servers: int = spec_field(int_field(1, 1024), 1)
+    copies: int | None = spec_field(int_field(1, MAX_COPIES), None)
     lr_scale: float | None = spec_field(read_lr_scale, None)
     damp: str = spec_field(choice_field("auto", "none", "inverse"), "auto")
     overlap: bool = spec_field(bool_field, False)
@@ -67,6 +68,9 @@ class ParameterServer(Strategy):
 
     def servers_for(self, workers: int) -> int:
         return self.servers
+
+    def copies_of_shards(self, *, elastic: bool) -> int:
+        return self.copies or (2 if elastic else 1)
 
     def shards_of(self, nbytes: float) -> int:
         """Number of servers that hold a part of the weights; the others stay empty."""

@@ -18,8 +18,10 @@ from paceline.codecs.compressor import Compressor
 from paceline.comm.flat_layout import as_memoryview
 from paceline.comm.wire import MAX_BODY, Channel
 from paceline.errors import PeerLost, WireError
+from paceline.protocol.server_members import Address
 from paceline.protocol.shard import Handle
 from paceline.strategies.ps.messages import (
+    AwaitVersion,
     DataMessage,
     ExportSlots,
     Failed,
@@ -31,6 +33,7 @@ from paceline.strategies.ps.messages import (
     PushHeader,
     SlotEntry,
     Slots,
+    VersionApplied,
     Weights,
     data_from_wire,
     data_to_wire,
@@ -85,9 +88,6 @@ class ParameterTransport(Protocol):
     def receive(self, out: torch.Tensor) -> Pulled:
         """Writes the requested weights into `out`, this shard's bytes of the receive buffer."""
 
-    def forget_push(self) -> None:
-        """The last gradient may never be applied: further pulls do not wait for it."""
-
     def load(self, state: ShardState) -> None:
         """Replaces the shard's state; versions start at 0 again."""
 
@@ -97,7 +97,20 @@ class ParameterTransport(Protocol):
     def receive_slots(self) -> list[Slot]:
         """Returns the requested optimizer state, as copies."""
 
+    def interrupt(self) -> None:
+        """Makes all waits fail, in any thread; then only `close` is allowed."""
+
     def close(self) -> None: ...
+
+
+class RecoverShard(Protocol):
+    def __call__(
+        self, shard: int, lost: Sequence[Address], version: int, out: torch.Tensor
+    ) -> list[Slot]:
+        """Reads the weights of a version into `out`, and returns the optimizer state.
+
+        No server answers at the lost addresses. Raises PeerLost if none holds the shard.
+        """
 
 
 class DeferredExchanges:
@@ -128,6 +141,15 @@ class Connected:
     report: CommReport
     """The reason says why gradients pass through the network; empty if all share memory."""
     exchanges: DeferredExchanges | None
+    recover: RecoverShard | None = None
+    """Reads a shard when the view ends; None if the links never fail."""
+
+
+class EncodedGradient(NamedTuple):
+    """A gradient as it is sent; compressed if there is a payload table."""
+
+    table: PayloadTable | None
+    body: list[memoryview]
 
 
 class TcpTransport:
@@ -141,6 +163,10 @@ class TcpTransport:
         self._compressor = compressor
 
     @property
+    def compresses(self) -> bool:
+        return self._compressor is not None
+
+    @property
     def bytes_sent(self) -> int:
         return self.channel.bytes_sent
 
@@ -149,12 +175,18 @@ class TcpTransport:
         return self.channel.bytes_received
 
     def push(self, header: PushHeader, gradient: torch.Tensor) -> None:
-        table: PayloadTable | None = None
-        body = [as_memoryview(gradient)]
-        if self._compressor is not None and gradient.numel():
-            payload = self._compressor.encode(gradient.view(self._compressor.coder.dtype))
-            rows, body = pack_payload(payload)
-            table = tuple(map(tuple, rows))
+        self.push_encoded(header, self.encode(gradient))
+
+    def encode(self, gradient: torch.Tensor) -> EncodedGradient:
+        """Compresses a gradient, at most once per push: the residual changes."""
+        if self._compressor is None or not gradient.numel():
+            return EncodedGradient(None, [as_memoryview(gradient)])
+        payload = self._compressor.encode(gradient.view(self._compressor.coder.dtype))
+        rows, body = pack_payload(payload)
+        return EncodedGradient(tuple(map(tuple, rows)), body)
+
+    def push_encoded(self, header: PushHeader, gradient: EncodedGradient) -> None:
+        table, body = gradient
         push = PushGradient(
             header.worker, header.view, header.handle, header.missing, header.options, table
         )
@@ -178,9 +210,6 @@ class TcpTransport:
             coder.decode(payload, out.view(coder.dtype))
         return Pulled(weights.version, weights.queued_us)
 
-    def forget_push(self) -> None:
-        """Does nothing: only a pull in progress can wait for it, and the server answers that."""
-
     def load(self, state: ShardState) -> None:
         entries, tensors = pack_slots(state.slots)
         nbytes, slices, options = state.weights.numel(), state.slices, state.options
@@ -196,6 +225,20 @@ class TcpTransport:
     def receive_slots(self) -> list[Slot]:
         message, size = self.receive_message(Slots, max_body=MAX_BODY)
         return unpack_slots(message.slots, _receive_body(self.channel, size))
+
+    def request_version(self, at_least: int) -> None:
+        """Asks for an answer when at least this version is applied."""
+        self.send(AwaitVersion(at_least))
+
+    def receive_version(self) -> None:
+        self.receive_message(VersionApplied)
+
+    def wait_for_consumption(self) -> None:
+        """Waits until the gradient of the last push may be overwritten."""
+        return
+
+    def interrupt(self) -> None:
+        self.channel.shut_down()
 
     def close(self) -> None:
         self.channel.close()

@@ -80,6 +80,9 @@ class SharedMemoryTransport(TcpTransport):
         place, (missing, options) = (header.worker, header.view), (header.missing, header.options)
         self.send(PushShared(*place, handle, missing, options, self._in_place))
 
+    def wait_for_consumption(self) -> None:
+        self._reader.wait_for(0)
+
     def request(self, at_least: int, *, after: Handle | None = None, exact: bool = False) -> None:
         self._request = (at_least, after, exact)
 
@@ -91,9 +94,6 @@ class SharedMemoryTransport(TcpTransport):
             return super().receive(out)
         self._bytes_copied += out.numel()
         return Pulled(*copied)
-
-    def forget_push(self) -> None:
-        self._mailbox.last_handle = 0  # A pull in progress looks at it, too.
 
     def close(self) -> None:
         self._mailbox.handle = 0  # Handles start again with the next connection.

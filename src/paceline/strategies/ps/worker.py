@@ -1,9 +1,9 @@
 """Worker side of the parameter server: pulls weights, computes, pushes gradients."""
 
+import contextlib
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from paceline.codecs.compressor import Compressor, ResidualSlice, export_residuals, import_residuals
 from paceline.comm.flat_layout import FlatLayout, ShardLayout
 from paceline.errors import DeadlineExceeded, PeerLost, UsageError
-from paceline.protocol.messages import GradientPushed, ProcessFailing
+from paceline.protocol.messages import ExchangeFailed, GradientPushed, ProcessFailing
 from paceline.protocol.shard import Handle
 from paceline.state import Section, load_weights, persistent_buffers, set_slot, slots_by_parameter
 from paceline.strategies.optimizer_traits import optimizer_traits
@@ -25,10 +25,7 @@ from paceline.telemetry.phase_clock import COMM, QUEUE
 
 
 class ParameterServerRunner(Runner):
-    """Trains with weights and optimizer state on servers.
-
-    The run ends if a server dies, because its shard of weights and optimizer state is lost.
-    """
+    """Trains with weights and optimizer state on servers."""
 
     def __init__(
         self, spec: ParameterServer, context: WorkerContext, connect: Connect = connect
@@ -71,7 +68,7 @@ class ParameterServerRunner(Runner):
         """Longest time that the last pull waited for updates in progress, over the servers."""
         connected = connect(spec, context, self._layout, self._compressors)
         self._transports = connected.transports
-        self._exchanges = connected.exchanges
+        self._exchanges, self._recover_shard = connected.exchanges, connected.recover
         self._pending: WaitForExchange | None = None
         self._overlapped_us: int | None = 0 if self._exchanges is not None else None
         self._incoming = self._layout.new_buffer()
@@ -145,26 +142,29 @@ class ParameterServerRunner(Runner):
         options = optimizer_options(self.replica.optimizer)
 
         def push() -> None:
-            with self._reporting_failure():
+            with self._reporting_failure(work.step):
                 self._handle += 1
                 self._push(missing, options)
                 self._report_push(work, base)
 
         def pull() -> None:
-            with self._reporting_failure():
+            with self._reporting_failure(work.step):
                 # A buffered gradient may wait long for its update: then any version will do.
                 aggregates = self._spec.sync.aggregates
                 self._fetch(0, after=None if aggregates else (self.context.rank, self._handle))
 
         self._pending = self._exchanges.start(push, pull)
 
-    @contextmanager
-    def _reporting_failure(self) -> Iterator[None]:
+    @contextlib.contextmanager
+    def _reporting_failure(self, step: int) -> Iterator[None]:
         """Reports an error at once: the loop may be waiting for work and would not notice."""
         try:
             yield
         except Exception as error:
             blame = "peer" if isinstance(error, PeerLost | DeadlineExceeded) else "own"
+            if blame == "peer" and self.context.is_elastic:
+                self.context.control.send(ExchangeFailed(self.context.rank, step, str(error)))
+                raise
             who, trace = f"worker-{self.context.rank}", traceback.format_exc()
             self.context.control.send(ProcessFailing(who, str(error), trace, blame))
             raise
@@ -333,13 +333,30 @@ class ParameterServerRunner(Runner):
                 slices.append(ResidualSlice(name, parameter.shape, piece.start, piece.stop, offset))
             yield compressor, slices
 
-    def recover_state(self, version: int) -> Section:
+    def recover_state(self, version: int, lost_servers: Sequence[tuple[str, int]] = ()) -> Section:
+        if self._recover_shard is None:
+            self.sync_weights(version)
+            return self.export_state()
+        # A pull may wait for a gradient that will never be part of an update.
         for transport in self._transports:
-            transport.forget_push()
-        self.sync_weights(version)
-        return self.export_state()
+            transport.interrupt()
+        with contextlib.suppress(PeerLost, DeadlineExceeded):
+            self._wait_for_exchange()
+        self._pending = None
+        slots = [
+            self._recover_shard(index, lost_servers, version, self._incoming[shard.lo : shard.hi])
+            for index, shard in enumerate(self._layout.shards)
+        ]
+        self._load_pulled_weights()
+        return self._make_section(slots)
 
     def export_state(self) -> Section:
+        for transport in self._transports:
+            transport.request_slots(self._pulled_version)
+        return self._make_section([transport.receive_slots() for transport in self._transports])
+
+    def _make_section(self, slots: Sequence[Sequence[Slot]]) -> Section:
+        """Returns the state with the weights of the model and these slots of each shard."""
         section = Section()
         for name, parameter in self.replica.model.named_parameters():
             weights = parameter.detach()
@@ -347,10 +364,8 @@ class ParameterServerRunner(Runner):
             section.tensors[f"weights/{name}"] = weights.clone() if self._in_place else weights
         for name, buffer in persistent_buffers(self.replica.model).items():
             section.tensors[f"buffers/{name}"] = buffer
-        for transport in self._transports:
-            transport.request_slots(self._pulled_version)
-        for transport, shard in self._transports_and_shards():
-            for slot in transport.receive_slots():
+        for shard, found in zip(self._layout.shards, slots, strict=True):
+            for slot in found:
                 self._set_slot(section, shard, slot)
         return section
 

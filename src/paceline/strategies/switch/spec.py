@@ -79,6 +79,9 @@ class Switch(Strategy):
     def servers_for(self, workers: int) -> int:
         return max(part.servers_for(workers) for part in self.parts)
 
+    def copies_of_shards(self, *, elastic: bool) -> int:
+        return max(part.copies_of_shards(elastic=elastic) for part in self.parts)
+
     def state_fraction(self, workers: int) -> StateFraction:
         return max(
             (part.state_fraction(workers) for part in self.parts),
