@@ -13,6 +13,7 @@ from paceline.keras import optimizers as keras_optimizers
 from paceline.strategies.optimizer_traits import (
     ELEMENTWISE_TYPES,
     SLICEABLE_TYPES,
+    momentum_of,
     optimizer_traits,
 )
 from paceline.strategies.ps.spec import ParameterServer
@@ -113,6 +114,20 @@ def test_keras_optimizer_decides_by_its_own_options() -> None:
     clipped = optimizer_traits(keras_optimizers.Adam([parameter()], clipnorm=1.0))
     assert (free.elementwise, clipped.elementwise) == (True, False)
     assert not free.flattenable
+
+
+def test_the_momentum_of_an_optimizer_is_known_by_any_of_its_names() -> None:
+    weights = [parameter()]
+    optimizers: list[tuple[torch.optim.Optimizer, float]] = [
+        (torch.optim.SGD(weights, lr=0.1), 0.0),
+        (torch.optim.SGD(weights, lr=0.1, momentum=0.95), 0.95),
+        (torch.optim.AdamW(weights, betas=(0.8, 0.9)), 0.8),
+        (torch.optim.Adagrad(weights), 0.0),
+        (keras_optimizers.SGD(weights, lr=0.1, momentum=0.7), 0.7),
+        (keras_optimizers.Adam(weights), 0.9),
+    ]
+    for optimizer, expected in optimizers:
+        assert momentum_of(optimizer.param_groups[0]) == expected
 
 
 @pytest.mark.parametrize(

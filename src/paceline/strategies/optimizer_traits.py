@@ -65,4 +65,5 @@ def optimizer_traits(optimizer: torch.optim.Optimizer) -> OptimizerTraits:
 
 def momentum_of(group: Mapping[str, Any]) -> float:
     """Returns the decay of the momentum of a parameter group; the first beta of Adam."""
-    return float(group.get("momentum") or group.get("betas", (0.0,))[0])
+    beta = group.get("beta_1") or group.get("betas", (0.0,))[0]  # Keras or torch.
+    return float(group.get("momentum") or beta)
