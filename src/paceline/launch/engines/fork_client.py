@@ -106,7 +106,6 @@ class ForkServerClient:
 
         Raises ForkServerError with the reason if it cannot.
         """
-        self._keeps |= keep
         (input_end, stdin), (stdout, output_end), (status, status_end) = (
             os.pipe() for _ in range(3)
         )
@@ -134,6 +133,7 @@ class ForkServerClient:
         stdout_reader = await _read_pipe(files[1])
         transport.write(setup.pack())
         self.running += 1
+        self._keeps |= keep
         return ForkedProcess(pid, transport, stdout_reader, status_reader, self)
 
     def wait_until_ready(self, timeout_s: float = FORK_TIMEOUT_S) -> None:
