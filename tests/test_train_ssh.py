@@ -252,6 +252,42 @@ def test_lost_machine_ends_the_job_and_is_named(
     assert read_result(out)["status"] == "failed"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["power", "cable"])
+def test_run_continues_without_a_machine_and_its_server(
+    lab: Lab, start_cli: StartCli, project: Path, tmp_path: Path, how: str
+) -> None:
+    """The machine has the worker and the server that the others pull from."""
+    (project / "parts.py").write_text("EPOCHS = 150\n")
+    pool = write_pool(lab, tmp_path)
+    out = tmp_path / "run"
+    command = start_cli(
+        *("train", project / "job.py", "--pool", pool, "--out", out, "--strategy", "ps", *ONE),
+        *("--min-workers", "1", "--checkpoint-every", "never"),
+    )
+    events = out / "events" / "worker-0.jsonl"
+    wait_until(lambda: events.exists() and '"steps"' in events.read_text(), "it trains", 90)
+    servers = [read_events(out, f"server-{s}")[0]["host"] for s in (0, 1)]
+    assert servers == [machine.namespace for machine in lab.machines[:2]]
+    victim = lab.machines[0]
+    if how == "power":
+        victim.kill()
+    else:
+        victim.cut_off()
+    try:
+        done = command.wait(240)
+        assert done.code == 0, done.stderr
+        wait_until(lambda: all_gone(lab), "nothing is left on any machine", LIMIT_S)
+    finally:
+        victim.cut_off(cut=False)
+        if how == "power":
+            victim.start()
+    result = read_result(out)
+    assert result["samples"] == 150 * result["history"][0]["samples"]
+    assert any(0 not in view["members"] for view in result["views"])
+    assert f"host {victim.name} was lost" in "; ".join(v["reason"] for v in result["views"])
+
+
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
 )

@@ -112,8 +112,6 @@ class Attendance:
     def retire(self, worker: int) -> str | None:
         """Lets a worker leave at the next quiesce; returns why it cannot."""
         why = self.coordinator.why_not_leave(worker)
-        if worker in self.parents:
-            why = f"worker {worker} cannot leave: the run needs the parameter server on its machine"
         if why is None:
             self.carry_out(self.coordinator.retire(worker, self.now()))
         return why
