@@ -55,6 +55,7 @@ REPLACED = {
     r"--(pool|cluster) POOL\b": r"--\1 pool.yaml",
     r"^paceline report DIR\.\.\.": "paceline report runs/first",
     r"-- --epochs 3 --name 'first try'": "-- --epochs 3",
+    r"--pool pool\.yaml(?=.*--select gpus?\b)": "--pool gpus.yaml",
     r"--select a,b\b": "--select s1,s2",
     r"; \.\.\.": "",
 }
@@ -66,6 +67,7 @@ SHORTENED = {
     r"^(?=.*--data-dir)(.*)--seeds \d+": r"\1--seeds 1",
     r"^(paceline (?:train|compare)(?!.*--matrix)(?=.*--data-dir).*)$": r"\1 --limit 2000",
     r"^(paceline train .*(?:hdfs|s3)://.*)$": r"\1 --epochs 1",
+    r"^(paceline train .*s3://.*)--model resnet20": r"\1--model cnn-small",
     r"--scale full(?!.*--twin)": "--scale small",
     r"--matrix study-shards": "--matrix study-shards --scale small",
 }

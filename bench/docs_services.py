@@ -99,7 +99,7 @@ def run_store(
 
 @contextlib.contextmanager
 def run_machines(folder: Path, work: Path) -> Iterator[Opened]:
-    """Writes pool.yaml (two machines), three.yaml and nine.yaml."""
+    """Writes pool.yaml and gpus.yaml (two machines), three.yaml and nine.yaml."""
     if (reason := network_namespaces.why_not()) is not None:
         raise NotHere(reason)
     with network_namespaces.make_lab(folder / "lab", MACHINES) as lab:
@@ -111,12 +111,13 @@ def run_machines(folder: Path, work: Path) -> Iterator[Opened]:
 
 
 def write_pools(work: Path, lab: Lab) -> None:
-    """Machines for all; the first is described as one with a GPU, so that it can be selected."""
+    """In gpus.yaml the first machine is described as one with a GPU, so that it can be selected."""
     path = lab.write_pool(work / "nine.yaml", all={"python": sys.executable, "cores": 1})
     hosts = yaml.safe_load(path.read_text(encoding="utf-8"))["hosts"]
-    hosts[0]["gpus"] = [{"model": "none", "count": 1}]
-    for name, count in (("pool.yaml", 2), ("three.yaml", 3)):
-        (work / name).write_text(yaml.safe_dump({"hosts": hosts[:count]}), encoding="utf-8")
+    with_gpu = {**hosts[0], "gpus": [{"model": "none", "count": 1}]}
+    pools = {"pool": hosts[:2], "three": hosts[:3], "gpus": [with_gpu, hosts[1]]}
+    for name, members in pools.items():
+        (work / f"{name}.yaml").write_text(yaml.safe_dump({"hosts": members}), encoding="utf-8")
 
 
 NEEDED = {
@@ -124,7 +125,7 @@ NEEDED = {
     r"spark://": run_spark,
     r"hdfs://": partial(run_store, name=r"hdfs://namenode:8020", run=object_stores.run_hdfs),
     r"s3://": partial(run_store, name=r"s3://bucket", run=object_stores.run_s3),
-    r"\b(pool|three|nine)\.yaml": run_machines,
+    r"\b(pool|gpus|three|nine)\.yaml": run_machines,
 }
 """Services by the pattern of a command that needs them."""
 
