@@ -54,7 +54,7 @@ class ElasticPlay:
         self.plan = RunSpec(
             strategy=parse_strategy(strategy),
             workers=workers,
-            min_workers=1,
+            min_workers=rng.choice((1, 1, rng.randint(1, workers), workers)),
             clip=rng.choice((None, 1.0)),
             checkpoint_samples=rng.choice((None, 9)),
             journaled=restarts > 0,
@@ -73,6 +73,8 @@ class ElasticPlay:
         """Times that the coordinator is lost, and another one continues."""
         self.journal: list[str] = []
         self.lost: list[int] = []
+        self.returning: list[int] = []
+        """Lost workers that are started again."""
         self.renew: tuple[int, int] | None = None
         self.server_faults = server_faults
         self.dead_servers: list[FakeServer] = []
@@ -107,11 +109,14 @@ class ElasticPlay:
             self.faults -= 1
             self.strike(living)
             return
+        if self.returning and rng.random() < 0.05:
+            self.join(self.returning.pop(0))
+            return
         if self.lost and self.joins and rng.random() < 0.05:
             self.joins -= 1
             self.join(self.lost.pop(rng.randrange(len(self.lost))))
             return
-        room = self.batch - len(self.workers) - len(self.lost)
+        room = self.batch - len(self.workers) - len(self.lost) - len(self.returning)
         if self.newcomers and room > 0 and rng.random() < 0.01:
             self.newcomers -= 1
             self.join(self.next_number)
@@ -129,6 +134,9 @@ class ElasticPlay:
         choices: list[tuple[str, FakeWorker | FakeServer]]
         choices = [("hear", worker) for worker in everybody if worker.outbox]
         choices += [("act", worker) for worker in everybody if worker.can_act()]
+        if not choices and self.returning:
+            self.join(self.returning.pop(0))
+            return
         servers = self.world.servers.values()
         choices += [("serve", s) for s in servers if s.alive and (s.orders or s.norms)]
         if not choices and self.dead_servers:
@@ -217,10 +225,11 @@ class ElasticPlay:
         count = 1 if rng.random() < 0.6 else rng.randint(2, max(2, len(living) - 1))
         is_cut = rng.random() < 0.3
         for victim in rng.sample(living, min(count, len(living))):
-            if self.end is None and self.coordinator.can_lose(victim.number):
-                self.lose(victim, is_cut)
+            returns = rng.random() < 0.5
+            if self.end is None and self.coordinator.can_lose(victim.number, returns=returns):
+                self.lose(victim, is_cut, returns=returns)
 
-    def lose(self, victim: FakeWorker, is_cut: bool) -> None:
+    def lose(self, victim: FakeWorker, is_cut: bool, *, returns: bool) -> None:
         """Kills a worker, or cuts it off: then it continues in its old view."""
         if is_cut:
             self.zombies.append(victim)
@@ -236,12 +245,12 @@ class ElasticPlay:
                     return
         if victim.number not in self.workers:
             return  # It has left with its last message.
-        if not self.coordinator.can_lose(victim.number):
+        if not self.coordinator.can_lose(victim.number, returns=returns):
             victim.alive = True  # All others have left: its loss would end the run.
             return
         del self.workers[victim.number]
-        self.lost.append(victim.number)
-        self.carry_out(self.coordinator.lose(victim.number, "lost", self.now))
+        (self.returning if returns else self.lost).append(victim.number)
+        self.carry_out(self.coordinator.lose(victim.number, "lost", self.now, returns=returns))
 
     @property
     def memory(self) -> CoordinatorMemory | None:
@@ -262,16 +271,23 @@ class ElasticPlay:
         self.coordinator = self.world.coordinator = Coordinator(
             self.plan, now=self.now, paces=make_pace, policies=make_switch_policy, memory=memory
         )
-        members = memory["position"].members
+        coordinator, members = self.coordinator, memory["position"].members
         self.renew = None
         for worker in list(self.workers.values()):
             worker.lose_coordinator()
             if worker.number not in members or not worker.alive:
                 del self.workers[worker.number]
                 self.lost.append(worker.number)
+        self.lost += self.returning  # They end with the supervisor that started them.
+        self.returning = []
         for number in members:
-            if number not in self.workers and self.coordinator.can_lose(number):
-                self.carry_out(self.coordinator.lose(number, "lost", self.now))
+            if number not in self.workers and self.coordinator.can_lose(number, returns=True):
+                if number in self.lost:  # Else it has left.
+                    self.lost.remove(number)
+                self.returning.append(number)
+                self.carry_out(self.coordinator.lose(number, "lost", self.now, returns=True))
+                if self.coordinator is not coordinator:
+                    return  # It was lost, too.
         for worker in self.workers.values():
             worker.say(self.ready(worker.number))
         self.return_servers(memory["position"].servers)
@@ -341,7 +357,7 @@ class ElasticPlay:
         if twice:
             raise Violation(f"sample {twice[0]} was trained twice")
         for worker in self.workers.values():
-            if not worker.has_servers():
+            if worker.has_runner and not worker.has_servers():
                 self.check_whole_updates(worker)
 
     def check_whole_updates(self, worker: FakeWorker) -> None:

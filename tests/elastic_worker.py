@@ -223,6 +223,8 @@ class FakeWorker:
                 self.enter(message)
             case Quiesce():
                 self.settle(message)
+            case Dismiss():
+                pass  # It exits.
             case _:
                 self.say(self.answer(message))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from conftest import RunCli, StartCli, pid_of_worker, read_result, wait_until
+from conftest import RunCli, StartCli, Started, pid_of_worker, read_result, wait_until
 from elastic_schedules import run_schedules
 from paceline.launch.remote_launcher import choose_site
 from paceline.launch.restarts import SAME_PLACE, RestartPolicy
@@ -341,6 +342,32 @@ def test_killed_worker_joins_again(start_cli: StartCli, tmp_path: Path) -> None:
     assert views[1]["reason"] == "worker 1 joined"
 
 
+@pytest.mark.slow
+def test_stopped_worker_is_excluded_and_readmitted(start_cli: StartCli, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    started = start_cli(
+        *("train", "--workers", 2, "--min-workers", 1, "--epochs", 700, "--batch", 32),
+        *("--out", out, "--checkpoint-every", "never"),
+    )
+    wait_until(lambda: has_begun(out, 2) or started.ended(), "the first steps", 60)
+    os.kill(pid_of_worker(out, 1), signal.SIGSTOP)
+    finished = started.wait(300)
+    assert finished.code == 0, finished.stderr
+    views = check_result(out, 700)["views"]
+    assert [view["members"] for view in views] == [[0], [0, 1]]
+    assert views[0]["reason"].startswith("worker 1 sent no heartbeat for ")
+
+
+def test_deadlines_follow_the_run() -> None:
+    members = Membership(1, now=0.0)
+    members.set_ready(0, 0.0)
+    for turn, now in enumerate((1.0, 2.0, 9.0), start=1):
+        members.on_heartbeat(0, 1, "forward", turn, now)
+    assert members.longest_silence_s == 7.0
+    assert members.longest_s("forward") == 7.0
+    assert members.longest_s("eval") is None
+
+
 def test_exception_on_every_worker_ends_the_run(run_cli: RunCli, tmp_path: Path) -> None:
     job = tmp_path / "faulty_job.py"
     job.write_text(JOB.format(condition="True"))
@@ -350,6 +377,74 @@ def test_exception_on_every_worker_ends_the_run(run_cli: RunCli, tmp_path: Path)
     assert "ValueError: a bad sample" in finished.last_line
     assert "in forward" in finished.stderr
     assert read_result(out)["status"] == "failed"
+
+
+def test_error_of_the_job_ends_the_run(run_cli: RunCli, tmp_path: Path) -> None:
+    """Whichever worker computes the bad batch raises: the run must not go through all of them."""
+    job = tmp_path / "faulty_job.py"
+    job.write_text(JOB.format(condition="bool((self.layer.weight.abs().sum() > 0).all())"))
+    out = tmp_path / "run"
+    finished = run_cli(
+        *("train", job, "--workers", 5, "--min-workers", 1, "--restarts", 0, "--out", out),
+        "--quiet",
+    )
+    assert finished.code == 1
+    assert "ValueError: a bad sample" in finished.last_line
+    assert "in forward" in finished.stderr
+
+
+@pytest.mark.slow
+def test_worker_that_always_fails_is_excluded(run_cli: RunCli, tmp_path: Path) -> None:
+    job = tmp_path / "faulty_job.py"
+    job.write_text(JOB.format(condition="self.worker == 1").replace("epochs=3", "epochs=600"))
+    out = tmp_path / "run"
+    finished = run_cli("train", job, "--min-workers", 1, "--out", out, "--quiet", timeout=200)
+    assert finished.code == 0, finished.stderr
+    views = check_result(out, 600)["views"]
+    assert views[-1]["members"] == [0]
+    assert views[-1]["reason"].endswith(
+        "; worker 1 ended 3 times at the same place and is excluded"
+    )
+
+
+def digest(out: Path) -> str:
+    return hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers", "least", "restarts", "views"),
+    [
+        ("allreduce", 2, 2, 3, [[0, 1]]),
+        ("allreduce(shares=8)", 3, 1, 0, [[0, 2]]),
+    ],
+)
+def test_weights_after_a_loss_are_bit_identical(
+    start_cli: StartCli,
+    tmp_path: Path,
+    strategy: str,
+    workers: int,
+    least: int,
+    restarts: int,
+    views: list[list[int]],
+) -> None:
+    """With a replacement, for which the others wait; and without, by fixed shares."""
+
+    def start(name: str) -> Started:
+        return start_cli(
+            *("train", "--strategy", strategy, "--workers", workers, "--min-workers", least),
+            *("--restarts", restarts, "--epochs", 15, "--batch", 32, "--out", tmp_path / name),
+            *("--checkpoint-every", "never"),
+        )
+
+    calm, out = start("calm").wait(240), tmp_path / "run"
+    assert calm.code == 0, calm.stderr
+    started = start("run")
+    wait_until(lambda: has_begun(out, workers) or started.ended(), "the first steps", 60)
+    os.kill(pid_of_worker(out, 1), signal.SIGKILL)
+    finished = started.wait(240)
+    assert finished.code == 0, finished.stderr
+    assert [view["members"] for view in check_result(out, 15)["views"]] == views
+    assert digest(out) == digest(tmp_path / "calm")
 
 
 def test_too_many_min_workers_are_refused(run_cli: RunCli, tmp_path: Path) -> None:

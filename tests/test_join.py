@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import stat
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from conftest import (
     Finished,
@@ -23,6 +27,7 @@ from conftest import (
     read_result,
     wait_until,
 )
+from network_namespaces import Lab, Machine
 from paceline.errors import UsageError
 from paceline.launch.guests import JOIN_FILE
 from paceline.launch.joining import RunAddress
@@ -183,3 +188,63 @@ def test_runs_that_no_machine_can_join(run_cli: RunCli, tmp_path: Path) -> None:
     assert finished.last_line.startswith("paceline: --listen 192.0.2.1: cannot listen there (")
     finished = run_cli("leave", tmp_path / "run")
     assert finished.last_line.endswith("name the worker that leaves, as in worker=2")
+
+
+# ---- several machines ---------------------------------------------------------------------------
+
+
+def join_from(machine: Machine, address: str, token: Path, log: Path) -> subprocess.Popen[bytes]:
+    """Enters `paceline join` in a shell of a machine."""
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [
+                *("ip", "netns", "exec", machine.namespace, sys.executable),
+                *("-m", "paceline.cli.main", "join", address, "--token-file", token),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            env={**os.environ, "HOME": str(machine.home)},
+        )
+
+
+@pytest.mark.slow
+def test_two_machines_join_and_one_is_lost(start_cli: StartCli, lab: Lab, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    here = lab.machines[0].name.rpartition(".")[0] + ".254"
+    options = ("--workers", 1, "--min-workers", 1, "--batch", 32, "--checkpoint-every", "never")
+    run = start_cli("train", *options, "--epochs", 300, "--listen", here, "--out", out)
+    wait_until(lambda: (out / JOIN_FILE).exists() or run.ended(), "the run", JOIN_S)
+    known = json.loads((out / JOIN_FILE).read_text())
+    assert known["address"].startswith(f"{here}:")
+    guests = []
+    for number, machine in enumerate(lab.machines[:2], start=1):
+        token = machine.home / "join.json"
+        shutil.copy(out / JOIN_FILE, token)
+        log = tmp_path / f"machine-{number}.log"
+        guests.append(join_from(machine, known["address"], token, log))
+        members = list(range(number + 1))
+        wait_until(lambda m=members: has_members(out, m)() or run.ended(), f"{members}", JOIN_S)
+    lab.machines[0].kill()
+    assert guests[0].wait(JOIN_S) == -signal.SIGKILL
+    result = check_samples(out, run.wait(300), 300)
+    assert guests[1].wait(JOIN_S) == 0
+    assert (tmp_path / "machine-2.log").read_text().splitlines()[-1] == "the run is over: done"
+    assert [view["members"] for view in result["views"]] == [[0, 1], [0, 1, 2], [0, 2]]
+
+
+@pytest.mark.slow
+def test_host_added_to_the_pool_joins(start_cli: StartCli, lab: Lab, tmp_path: Path) -> None:
+    out, pool = tmp_path / "run", tmp_path / "pool.yaml"
+    everyone = yaml.safe_load(lab.write_pool(pool, all={"python": sys.executable}).read_text())
+    pool.write_text(yaml.safe_dump({"hosts": everyone["hosts"][:2]}))
+    options = ("--min-workers", 1, "--batch", 32, "--checkpoint-every", "never", "--threads", 1)
+    run = start_cli("train", "--pool", pool, *options, "--epochs", 100, "--out", out)
+    events = out / "events" / "worker-1.jsonl"
+    wait_until(lambda: events.exists() or run.ended(), "the run", JOIN_S)
+    pool.write_text(yaml.safe_dump(everyone))
+    wait_until(lambda: has_members(out, [0, 1, 2])() or run.ended(), "the join", JOIN_S)
+    result = check_samples(out, run.wait(300), 100)
+    assert [view["reason"] for view in result["views"]] == ["worker 2 joined"]
+    assert not lab.find_left()

@@ -596,11 +596,11 @@ def test_the_one_who_computes_is_stuck_not_those_who_wait_for_it() -> None:
     members.on_heartbeat(0, 5, "comm_exposed", 10, 1.0)
     members.on_heartbeat(1, 5, "forward", 9, 1.0)
     members.on_heartbeat(2, 5, "comm_exposed", 10, 1.0)
-    assert members.find_stuck(4.0, deadline_s=5) == []
-    assert [w for w, _ in members.find_stuck(7.0, deadline_s=5)] == [1]
+    assert members.find_stuck(4.0, lambda phase: 5.0) == []
+    assert [w for w, _ in members.find_stuck(7.0, lambda phase: 5.0)] == [1]
     members.on_heartbeat(1, 6, "comm_exposed", 11, 7.0)
-    assert members.find_stuck(8.0, deadline_s=5) == []
-    assert [w for w, _ in members.find_stuck(20.0, deadline_s=5)] == [0, 1, 2]
+    assert members.find_stuck(8.0, lambda phase: 5.0) == []
+    assert [w for w, _ in members.find_stuck(20.0, lambda phase: 5.0)] == [0, 1, 2]
 
 
 def test_a_coordinator_takes_heartbeats_at_any_time() -> None:

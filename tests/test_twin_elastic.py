@@ -63,10 +63,11 @@ def play(
     weights: WeightsBackend | None = None,
     work: Workload = WORK,
     min_workers: int = 1,
+    restarts: int = 3,
 ) -> Simulator:
     spec, workers = parse_strategy(strategy), len(pool.slots)
     plan = RunSpec(strategy=spec, workers=workers, min_workers=min_workers)
-    world = Simulator(plan, pool, work, weights or WeightsBackend(), restarts=3)
+    world = Simulator(plan, pool, work, weights or WeightsBackend(), restarts=restarts)
     parsed = [parse_fault(text, workers, plan.servers) for text in faults]
     inject_faults(world, parsed, lambda event: None)
     InvariantChecker(world, spec)
@@ -125,8 +126,13 @@ def test_failures_follow_the_mean_time_between_them() -> None:
     assert world.coordinator.history.samples == 20 * WORK.samples
 
 
-def test_fewer_than_the_minimum_end_the_run() -> None:
-    world = play("allreduce", Pool(hosts=machines(2)), "kill worker=1 at=50%", min_workers=2)
+def test_fewer_than_the_minimum_wait_or_end_the_run() -> None:
+    fault, pool = "kill worker=1 at=50%", Pool(hosts=machines(2))
+    world = play("allreduce", pool, fault, min_workers=2)
+    assert world.end is not None
+    assert (world.end.status, world.end.error) == ("done", None)
+    assert [row.members for row in world.coordinator.history.views] == [[0, 1]]
+    world = play("allreduce", pool, fault, min_workers=2, restarts=0)
     assert world.end is not None
     assert world.end.status == "failed"
     assert "worker 1 was killed" in str(world.end.error)

@@ -82,18 +82,22 @@ class Attendance:
         view = self.coordinator.view
         return [*(f"worker-{w}" for w in view.workers), *(f"server-{s}" for s in view.servers)]
 
-    def can_lose(self, who: str) -> bool:
-        """Returns whether the run can continue without a worker or server."""
+    def can_lose(self, who: str, *, returns: bool) -> bool:
+        """Returns whether the run can continue without a worker or server; `returns` if it is
+        started again."""
         kind, _, index = who.partition("-")
         if kind == "server":
             return self.coordinator.can_lose_server(int(index))
-        return kind == "worker" and self.coordinator.can_lose(int(index))
+        return kind == "worker" and self.coordinator.can_lose(int(index), returns=returns)
 
-    def lose(self, who: str, reason: str) -> None:
-        """Continues without a worker or server that is gone for good."""
+    def lose(self, who: str, reason: str, *, returns: bool) -> None:
+        """Continues without a worker or server that is gone."""
         kind, _, index = who.partition("-")
-        lose = self.coordinator.lose_server if kind == "server" else self.coordinator.lose
-        self.carry_out(lose(int(index), reason, self.now()))
+        coordinator, now = self.coordinator, self.now()
+        if kind == "server":
+            self.carry_out(coordinator.lose_server(int(index), reason, now))
+        else:
+            self.carry_out(coordinator.lose(int(index), reason, now, returns=returns))
 
     async def restart(self, who: str, delay_s: float) -> None:
         """Starts a lost worker or server again, which then joins the run."""
@@ -104,7 +108,11 @@ class Attendance:
         try:
             await self.launch(assignment)
         except PacelineError as error:
-            self.log(f"{who.replace('-', ' ')} could not be restarted: {error}")
+            problem = f"{who.replace('-', ' ')} could not be restarted: {error}"
+            self.log(problem)
+            if assignment.kind == "worker":
+                index, now = assignment.index, self.now()
+                self.carry_out(self.coordinator.give_up(index, problem, now))
             return
         if assignment.kind == "worker":
             self.coordinator.members.add(assignment.index, self.now())
@@ -114,4 +122,6 @@ class Attendance:
         why = self.coordinator.why_not_leave(worker)
         if why is None:
             self.carry_out(self.coordinator.retire(worker, self.now()))
+        else:
+            self.log(why)
         return why

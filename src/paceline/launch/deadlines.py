@@ -11,7 +11,14 @@ from paceline.protocol.membership import Membership, MemberStatus
 STARTUP_S = 60.0
 """Time for importing torch and joining the group, however short the deadline."""
 SILENCE_S = 10.0
-"""A worker without a heartbeat for this long is stopped or cut off; it sends one per second."""
+"""A worker without a heartbeat for this long may be stopped or cut off; it sends one per second."""
+SILENCE_FACTOR = 3.0
+"""On a machine that is so busy that heartbeats are late, it may be silent for this many times the
+longest silence after which a worker has continued."""
+COMPUTE_PHASES = frozenset({"input", "forward", "backward", "optimizer"})
+MIN_PHASE_S = 60.0
+PHASE_FACTOR = 20.0
+"""A worker may spend this many times the longest time in such a phase that any has completed."""
 
 STACKS_S = 2.0
 """Time for workers to print their stacks."""
@@ -23,12 +30,14 @@ Stuck = list[tuple[int, MemberStatus]]
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Judges the heartbeats of the members."""
+    """Judges the heartbeats of the members, by those of the run so far."""
 
     members: Membership
     timeout_s: float
     """Longest time in one phase."""
     servers: Membership
+    adapts: bool = False
+    """A worker may be lost, so that one which is stuck is replaced early."""
 
     @property
     def interval_s(self) -> float:
@@ -39,24 +48,33 @@ class Deadlines:
         self.members.restart_timers(now)
         self.servers.restart_timers(now)
 
+    def _limit_s(self, phase: str) -> float:
+        """Longest time in a phase: less than `timeout_s` if others show how long it takes."""
+        known = self.members.longest_s(phase) if phase in COMPUTE_PHASES else None
+        if known is None or not self.adapts:
+            return self.timeout_s
+        return min(self.timeout_s, max(MIN_PHASE_S, PHASE_FACTOR * known))
+
     def find_stuck(self, now: float) -> Stuck:
         return [
             (worker, member)
-            for worker, member in self.members.find_stuck(now, self.timeout_s)
+            for worker, member in self.members.find_stuck(now, self._limit_s)
             if member.phase != "startup" or now - member.since > STARTUP_S
         ]
 
     def describe(self, stuck: Stuck) -> str:
         names = ", ".join(f"worker {worker}" for worker, _ in stuck)
         where = ", ".join(f"step {m.step}, in {m.phase}" for _, m in stuck)
-        return f"{names} made no progress for {self.timeout_s:g} s ({where})"
+        limit_s = min(self._limit_s(m.phase) for _, m in stuck)
+        return f"{names} made no progress for {limit_s:g} s ({where})"
 
     def find_silent(self, now: float) -> list[tuple[str, str]]:
         """Returns processes without heartbeats, and a description of each."""
+        limit_s = max(SILENCE_S, SILENCE_FACTOR * self.members.longest_silence_s)
         return [
-            (f"{kind}-{index}", f"{kind} {index} sent no heartbeat for {SILENCE_S:g} s")
+            (f"{kind}-{index}", f"{kind} {index} sent no heartbeat for {limit_s:.3g} s")
             for kind, group in (("worker", self.members), ("server", self.servers))
-            for index in group.find_silent(now, SILENCE_S)
+            for index in group.find_silent(now, limit_s)
         ]
 
 
@@ -77,7 +95,10 @@ class DeadlineWatch:
     async def watch(self) -> None:
         """Runs until it has ended the run, or is cancelled."""
         coordinator, now = self.coordinator, self.now
-        deadlines = Deadlines(coordinator.members, self.timeout_s, coordinator.servers.status)
+        plan, servers = coordinator.plan, coordinator.servers.status
+        deadlines = Deadlines(
+            coordinator.members, self.timeout_s, servers, adapts=plan.can_lose_workers
+        )
         while True:
             due = now() + deadlines.interval_s
             await asyncio.sleep(deadlines.interval_s)

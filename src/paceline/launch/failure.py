@@ -2,6 +2,7 @@
 
 import asyncio
 import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -11,6 +12,8 @@ from paceline.protocol.run_spec import Action
 
 GRACE_S = 1.0
 """Wait for the cause of a failure that may be a consequence."""
+SAME_ERROR = 3
+"""An exception that workers raise this often after the same samples is an error of the job."""
 CORRELATED_EXIT_S = 0.2
 """A worker and the servers it started are lost within this time of each other."""
 
@@ -90,6 +93,7 @@ class FailureHandler:
         self._coordinator, self._parents = coordinator, parents
         self._explain, self._carry_out = explain, carry_out
         self._log = FailureLog()
+        self._raised: Counter[tuple[str, int]] = Counter()
 
     @property
     def cause(self) -> ProcessFailure | None:
@@ -97,6 +101,15 @@ class FailureHandler:
 
     def has_failed(self, who: str) -> bool:
         return self._log.has_failed(who)
+
+    def find_error_of_job(self, error: str, certainty: Certainty) -> str:
+        """Counts a failure of a worker; returns a remark if it would be repeated, whichever worker
+        computes these samples."""
+        place = error, self._coordinator.history.samples
+        self._raised[place] += certainty == Certainty.OWN_ERROR
+        if self._raised[place] < SAME_ERROR:
+            return ""
+        return f"workers raised this {SAME_ERROR} times after the same samples"
 
     def fail(
         self,

@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from paceline.launch.hosts import RemoteHost, prepare_hosts
 from paceline.launch.launcher import LaunchedProcess, Launcher, OnLine
 from paceline.launch.project import ProjectBundle
 from paceline.launch.remote_launcher import check_packages, move_assignment, start_watched
+from paceline.telemetry.run_folder import ListenNotice, OnEvent
 from paceline.worker.assignment import Assignment
 
 JOIN_FILE = "join.json"
@@ -40,12 +41,13 @@ class Guests:
         self,
         run: Attendance,
         launcher: Launcher,
-        bundle: Callable[[], ProjectBundle],
-        log: Callable[[str], None],
+        template: Mapping[str, Any],
+        out: Path,
     ) -> None:
-        """`launcher` finds machines that were added; `bundle` returns the files of the job."""
-        self._run, self._launcher, self._bundle = run, launcher, bundle
-        self._log = log
+        """`launcher` finds machines that were added; `template` names the job's files, and `out` is
+        the run folder."""
+        self._run, self._launcher, self._template, self._out = run, launcher, template, out
+        self._log = run.log
         self._files: ProjectBundle | None = None
         self._sites: dict[int, RemoteHost] = {}
         """Machines by worker."""
@@ -59,8 +61,9 @@ class Guests:
     def __contains__(self, worker: int) -> bool:
         return worker in self._sites
 
-    async def open(self, address: str, file: Path) -> str:
-        """Listens for machines, saves how to reach the run, and returns the address."""
+    async def open(self, listen: str | None, show: OnEvent) -> None:
+        """Listens for machines, and saves how to reach the run; shows it if `listen` is given."""
+        address, file = listen or self._launcher.host, self._out / JOIN_FILE
         self._listener = listener = JoinListener(self)
         port = await listener.listen(address)
         where = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
@@ -69,7 +72,8 @@ class Guests:
             json.dump({"address": where, "token": listener.token}, out)
         self._file = file
         self._begin(self._search())
-        return where
+        if listen is not None:
+            show(ListenNotice(address=where, token_file=file))
 
     async def close(self, reason: str) -> None:
         """Ends everything on the machines; `reason` is shown there."""
@@ -93,7 +97,7 @@ class Guests:
             if (why := self._run.why_not_join(site.host.workers)) is not None:
                 raise UsageError(why)
             if self._files is None:
-                self._files = self._bundle()
+                self._files = self._launcher.bundle_for_guests(self._template, self._out)
             await prepare_hosts([site], (), self._files, lambda who, line: self._log(line))
             await check_packages([site])
             site.address = site.shell.address or site.address

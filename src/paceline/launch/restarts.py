@@ -29,6 +29,13 @@ class RestartPolicy:
         self._restarts[who] += 1
         return delay_s
 
+    def decide(self, who: str, failure: str) -> tuple[float | None, str]:
+        """Returns the wait before the next restart, if there is one, and the failure with the
+        reason if there is none."""
+        delay_s = self.next_delay_s(who, failure)
+        why = self.why_excluded(who) if delay_s is None else ""
+        return delay_s, f"{failure}; {why}" if why else failure
+
     def why_excluded(self, who: str) -> str:
         """Describes why a process is not started again; empty if restarts are disabled."""
         if not self._limit:

@@ -18,7 +18,7 @@ from paceline.launch.deadlines import DeadlineWatch
 from paceline.launch.failure import CERTAINTY_BY_BLAME, GRACE_S, Certainty, FailureHandler
 from paceline.launch.fault_injection import FaultInjector, FaultTarget
 from paceline.launch.folder_service import FolderService, ProcessLogs
-from paceline.launch.guests import JOIN_FILE, Guests
+from paceline.launch.guests import Guests
 from paceline.launch.hub import Hub
 from paceline.launch.launcher import LaunchedProcess, Launcher
 from paceline.launch.live_monitor import LiveMonitor, ProgressNotices
@@ -51,7 +51,7 @@ from paceline.protocol.run_spec import (
 from paceline.specs.fault import InjectedFault
 from paceline.strategies.registry import make_pace, make_switch_policy
 from paceline.telemetry.result import RunOutcome
-from paceline.telemetry.run_folder import ListenNotice, OnEvent, ProcessOutput, RunFolder
+from paceline.telemetry.run_folder import OnEvent, ProcessOutput, RunFolder
 from paceline.worker.assignment import Assignment
 
 SHUTDOWN_TIMEOUT_S = 10.0
@@ -129,12 +129,7 @@ class Supervisor:
             carry_out=self._carry_out,
             log=lambda line: self._logs.write("supervisor", line),
         )
-        self._guests = Guests(
-            self._attendance,
-            self.launcher,
-            lambda: self.launcher.bundle_for_guests(self.template, self.folder.path),
-            self._attendance.log,
-        )
+        self._guests = Guests(self._attendance, self.launcher, self.template, self.folder.path)
         target = FaultTarget(
             self.memory, self._parents, self._processes, self.show, self._hub.drop_all
         )
@@ -209,10 +204,7 @@ class Supervisor:
                 for assignment in assignments:
                     await self._launch(assignment)
             if self.plan.can_lose_workers:
-                file = self.folder.path / JOIN_FILE
-                address = await self._guests.open(self.listen or self.launcher.host, file)
-                if self.listen is not None:
-                    self.show(ListenNotice(address=address, token_file=file))
+                await self._guests.open(self.listen, self.show)
         except PacelineError as error:
             is_usage_error, details = isinstance(error, UsageError), getattr(error, "details", "")
             self._failures.fail("supervisor", str(error), details, is_usage_error=is_usage_error)
@@ -274,15 +266,18 @@ class Supervisor:
                 self._failures.fail(who, message.error, message.traceback, is_usage_error=True)
             else:
                 text = f"{who.replace('-', ' ')} failed{self._at_step(who)}: {message.error}"
-                self._lose(who, text, message.traceback, CERTAINTY_BY_BLAME[message.blame])
+                certainty = CERTAINTY_BY_BLAME[message.blame]
+                if remark := self._failures.find_error_of_job(message.error, certainty):
+                    self._failures.fail(who, f"{text}; {remark}", message.traceback, certainty)
+                else:
+                    self._lose(who, text, message.traceback, certainty)
             return
         if isinstance(message, TelemetryForwarded):
             if self.monitor is not None:
                 self.monitor.record(who, message.event)
             return
         if isinstance(message, LeaveRequested):
-            if (why := self._attendance.retire(message.worker)) is not None:
-                self._logs.write("supervisor", why)
+            self._attendance.retire(message.worker)
             return
         if isinstance(message, WorkerFinished):
             self._finished.add(who)
@@ -378,29 +373,31 @@ class Supervisor:
         if self._ended.is_set() or who not in self._processes:
             return
         text += self._faults.explain(who)
-        if self._is_superseded(check=True):
-            return
-        if not self._attendance.can_lose(who):
+        if not self._is_superseded(check=True):
+            self._replace(who, text, details, certainty)
+
+    def _replace(
+        self, who: str, text: str, details: str = "", certainty: Certainty = Certainty.CAUSE
+    ) -> None:
+        """Continues without a worker or server if the run can, and starts it again if it may be."""
+        delay_s = None
+        if who in self._attendance.assignments:  # Else it had joined a lost coordinator.
+            delay_s, text = self._restarts.decide(who, text)
+        returns = delay_s is not None
+        if not self._attendance.can_lose(who, returns=returns):
             self._failures.fail(who, text, details, certainty)
             return
         self._logs.write("supervisor", "\n".join(filter(None, (text, details))))
         self._drop(who)
-        self._replace(who, text)
-
-    def _replace(self, who: str, text: str) -> None:
-        """Continues without a worker or server, and starts it again if it may be."""
-        is_guest = who not in self._attendance.assignments
-        delay_s = None if is_guest else self._restarts.next_delay_s(who, text)
         if delay_s is not None:
             restarting = self._attendance.restart(who, delay_s)
             self._tasks.append(asyncio.create_task(restarting))
-        elif not is_guest and (why := self._restarts.why_excluded(who)):
-            text = f"{text}; {why}"
-        self._attendance.lose(who, text)
+        self._attendance.lose(who, text, returns=returns)
 
     def _drop(self, who: str) -> None:
         """Ends a process and ignores everything that it still says."""
-        self._processes.pop(who).kill()
+        if (process := self._processes.pop(who, None)) is not None:
+            process.kill()
         self._hub.forget(who)
         self._finished.discard(who)
 

@@ -86,12 +86,26 @@ class Coordinator(RunSequence):
             self._end("failed", f"unexpected {type(event).__name__} message from a worker")
         return self._actions
 
-    def lose(self, worker: int, reason: str, now: float) -> list[Action]:
-        """Continues without a worker that is gone for good; `can_lose` must hold."""
+    def lose(self, worker: int, reason: str, now: float, *, returns: bool = False) -> list[Action]:
+        """Continues without a worker that is gone; `can_lose` must hold.
+
+        `returns`: it is started again, and the others wait for it if they are too few.
+        """
         self._now = now
         self._actions = []
         if not self._ended:
-            self._lose(worker, reason)
+            self._lose(worker, reason, returns=returns)
+        return self._actions
+
+    def give_up(self, worker: int, reason: str, now: float) -> list[Action]:
+        """Ends the run if it waits for a worker that cannot be started again."""
+        self._now = now
+        self._actions = []
+        if not self._ended:
+            can_continue = self.can_lose(worker)
+            self._returning.discard(worker)
+            if not can_continue:
+                self._end("failed", reason)
         return self._actions
 
     def retire(self, worker: int, now: float) -> list[Action]:
@@ -145,7 +159,7 @@ class Coordinator(RunSequence):
             return False
         if self._is_adopting:
             return True  # It was meant for another coordinator.
-        if view is not None and view != self.view.number:
+        if self._is_waiting or (view is not None and view != self.view.number):
             return True
         return rank >= self.view.size or self.view.workers[rank] in self._lost
 

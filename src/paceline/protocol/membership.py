@@ -1,6 +1,6 @@
 """Membership: the last known status of each worker, and detection of stuck workers."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 WAITING_PHASES = frozenset({"comm_exposed", "wait"})
@@ -24,6 +24,10 @@ class Membership:
 
     def __init__(self, workers: int, now: float) -> None:
         self._members = {w: MemberStatus(since=now, last_heartbeat=now) for w in range(workers)}
+        self._longest_s: dict[str, float] = {}
+        """Longest time that a worker has spent in a phase and left it, by phase."""
+        self.longest_silence_s = 0.0
+        """Longest time between two heartbeats of a worker."""
 
     def replace(self, workers: Iterable[int], now: float) -> None:
         """Replaces all members by these workers, who are not ready yet."""
@@ -49,8 +53,15 @@ class Membership:
     def on_heartbeat(self, worker: int, step: int, phase: str, turn: int, now: float) -> None:
         member = self._members.get(worker)
         if member is not None:
-            since = now if turn != member.phase_changes else member.since
             ready = member.is_ready
+            if ready:
+                silence_s = now - member.last_heartbeat
+                self.longest_silence_s = max(self.longest_silence_s, silence_s)
+            since = member.since
+            if turn != member.phase_changes:
+                longest_s = self._longest_s.get(member.phase, 0.0)
+                self._longest_s[member.phase] = max(longest_s, now - since)
+                since = now
             self._members[worker] = MemberStatus(step, phase, turn, since, now, ready)
 
     def set_step(self, worker: int, step: int) -> None:
@@ -60,6 +71,10 @@ class Membership:
     def last_step(self, worker: int) -> int:
         """Returns the last known step of a worker; 0 for one that is not a member."""
         return self._members[worker].step if worker in self._members else 0
+
+    def longest_s(self, phase: str) -> float | None:
+        """Returns the longest completed time in a phase so far; None if there was none."""
+        return self._longest_s.get(phase)
 
     def restart_timers(self, now: float) -> None:
         """Restarts all timers, because workers could not report for a reason of their own."""
@@ -80,9 +95,12 @@ class Membership:
             if member.is_ready and now - member.last_heartbeat > deadline_s
         ]
 
-    def find_stuck(self, now: float, deadline_s: float) -> list[tuple[int, MemberStatus]]:
-        """Returns workers past the deadline; only those that block the others, if identifiable."""
-        late = [(w, m) for w, m in self._members.items() if now - m.since > deadline_s]
+    def find_stuck(
+        self, now: float, limit_s: Callable[[str], float]
+    ) -> list[tuple[int, MemberStatus]]:
+        """Returns workers that are in a phase beyond its limit; only those that block the others,
+        if identifiable."""
+        late = [(w, m) for w, m in self._members.items() if now - m.since > limit_s(m.phase)]
         causes = [(w, m) for w, m in late if m.phase not in WAITING_PHASES]
         if causes:
             return causes

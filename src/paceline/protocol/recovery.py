@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from paceline.protocol.journal import ViewBegun
 from paceline.protocol.journal_keeper import JournalKeeper
+from paceline.protocol.member_rules import MemberRules
 from paceline.protocol.membership import Membership
 from paceline.protocol.messages import (
     Dismiss,
@@ -51,7 +52,7 @@ T = TypeVar("T")
 Script = Generator[None, list[Any], T]
 
 
-class ViewSequence(JournalKeeper):
+class ViewSequence(MemberRules, JournalKeeper):
     """Members of a run and the change of views; `RunSequence` adds what happens inside one."""
 
     _horizon: RunHorizon
@@ -77,12 +78,10 @@ class ViewSequence(JournalKeeper):
         """View in which the pace was made; servers report under its number until the next one."""
         self._ready: dict[int, WorkerReady] = {}
         """Reports of the workers of the first view."""
-        self._lost: dict[int, str] = {}
-        """Workers of this view that are gone, and why."""
-        self._joining: dict[int, WorkerReady] = {}
-        """Workers that wait to be admitted."""
-        self._leaving: set[int] = set()
-        """Workers of this view that leave it at the next quiesce."""
+        self._lost, self._joining = {}, {}
+        self._returning, self._leaving = set(), set()
+        self._is_waiting = False
+        """True while there are fewer workers than the run needs."""
         self._speeds: dict[int, float] = {}
         """Samples per second of each worker, as last measured."""
         self._view_samples = 0
@@ -91,7 +90,6 @@ class ViewSequence(JournalKeeper):
         self._reasons: list[str] = []
         """Why the view changes."""
         self._is_interrupted = False
-        """True after workers were stopped in the middle of their work, until the next view."""
         self._renewals = 0
         self._must_regroup = False
         """True if the workers could not meet at the start."""
@@ -116,17 +114,6 @@ class ViewSequence(JournalKeeper):
 
     # ---- events -------------------------------------------------------------------------------
 
-    @property
-    def live_workers(self) -> int:
-        """Number of workers of this view that are not lost."""
-        return self.view.size - len(self._lost)
-
-    def can_lose(self, worker: int) -> bool:
-        """Returns whether the run can continue without a worker."""
-        if self.view.rank_of(worker) is None or worker in self._lost:
-            return True  # Not a member of this view.
-        return self.plan.can_lose_workers and self.live_workers > max(1, self.plan.min_workers)
-
     def can_lose_server(self, server: int) -> bool:
         """Returns whether the run can continue without a server: another has the same state."""
         if server not in self.view.servers or server in self.servers.lost:
@@ -149,37 +136,16 @@ class ViewSequence(JournalKeeper):
         self.servers.joining.add(server)
         self._stop_early()
 
-    def why_not_leave(self, worker: int) -> str | None:
-        """Returns why a worker cannot leave; None if it can."""
-        if worker not in self.members:
-            return f"worker {worker} is not part of the run"
-        if self.view.rank_of(worker) is None or worker in self._lost:
-            return None
-        if not self.plan.can_lose_workers:
-            return f"worker {worker} cannot leave: the run needs all of its workers"
-        least = max(1, self.plan.min_workers)
-        if self.live_workers - len(self._leaving - {worker}) <= least:
-            return f"worker {worker} cannot leave: fewer than --min-workers {least} would remain"
-        return None
-
     def _retire(self, worker: int) -> None:
         """Continues without a worker from the next quiesce on, when its work is done."""
         if self.view.rank_of(worker) is None or worker in self._lost:
             self.members.remove(worker)
             self._joining.pop(worker, None)
+            self._returning.discard(worker)
             self._actions.append(ReleaseWorker(worker))
             return
         self._leaving.add(worker)
         self._stop_early()
-
-    def _departing(self) -> set[int]:
-        """Returns the workers that leave with this view, which others can continue without."""
-        stay = len(self.view.workers) - len(self._leaving)
-        enough = stay > 0 and stay + len(self._joining) >= self.plan.min_workers
-        # The newest state may be that of a worker that leaves, after a loss or if its work was
-        # interrupted: it stays for one view.
-        is_whole = not self._lost and not self._is_interrupted
-        return set(self._leaving) if enough and is_whole else set()
 
     def _stop_early(self) -> None:
         """Quiesces as soon as the work that is planned is done."""
@@ -187,10 +153,13 @@ class ViewSequence(JournalKeeper):
             assert self._pace is not None
             self._pace.stop_early()
 
-    def _lose(self, worker: int, reason: str) -> None:
+    def _lose(self, worker: int, reason: str, *, returns: bool) -> None:
         self.members.remove(worker)
         self._joining.pop(worker, None)
         self._leaving.discard(worker)
+        self._returning.discard(worker)
+        if returns:
+            self._returning.add(worker)
         rank = self.view.rank_of(worker)
         if rank is None or worker in self._lost:
             return
@@ -201,7 +170,7 @@ class ViewSequence(JournalKeeper):
             self._interrupt_others()
             self._resume_if_all_answered()
             return
-        if self._is_training():
+        if self._is_training() and not self._is_short():
             assert self._pace is not None
             orders = self._pace.lose_worker(rank, self._now)
             if orders is not None:
@@ -238,9 +207,13 @@ class ViewSequence(JournalKeeper):
 
     def _admit(self, ready: WorkerReady) -> None:
         """Admits a worker at the next quiesce."""
+        self._returning.discard(ready.worker)
         self._joining[ready.worker] = ready
         self._refuse_other_jobs()
-        self._stop_early()
+        if not self._is_waiting:
+            self._stop_early()
+        elif not self._is_short():
+            self._resume([])
 
     def _refuse_other_jobs(self) -> None:
         """Refuses workers whose data or batch differs from those of the run, once it is known."""
@@ -251,7 +224,10 @@ class ViewSequence(JournalKeeper):
             if not same_facts(ready, facts):
                 del self._joining[worker]
                 self.members.remove(worker)
-                self._actions.append(RefuseWorker(worker, describe_difference(ready, facts)))
+                reason = describe_difference(ready, facts)
+                self._actions.append(RefuseWorker(worker, reason))
+                if self._is_waiting and not self.can_lose(worker):
+                    self._end("failed", reason)
 
     def _is_training(self) -> bool:
         return self._awaited is None and self._pace is not None and not self._pace.drained
@@ -271,10 +247,23 @@ class ViewSequence(JournalKeeper):
         self._begin_change()
         while True:
             try:
+                yield from self._wait_for_members()
                 yield from self._form_view()
                 return
             except MemberLost:
                 continue
+
+    def _wait_for_members(self) -> Script[None]:
+        """Waits until enough of the lost workers have been started again."""
+        if not self._is_short():
+            return
+        if self._pace is not None:
+            self._send(self._pace.suspend())
+        self._is_waiting = True
+        try:
+            yield
+        finally:
+            self._is_waiting = False
 
     def _form_view(self) -> Script[None]:
         before = self.view

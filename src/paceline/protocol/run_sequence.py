@@ -179,8 +179,8 @@ class RunSequence(PhaseSequence):
             yield from self._regroup()
         # A run that is resumed at a switch point switches now.
         decision = None if ended else self._record(self._policy.decide(history))
-        must_regroup = self._lost or self._joining or self._departing() or self.servers.lost
-        if (must_regroup or self._must_regroup) and adopted is None:
+        must_regroup = self._lost or self._joining or self.servers.lost or self._must_regroup
+        if must_regroup and adopted is None:
             yield from self._regroup()
         if adopted is None or decision is not None:
             yield from self._enter(decision)

@@ -147,16 +147,16 @@ class Failures:
         simulator, coordinator = self._simulator, self._simulator.coordinator
         if simulator.end is not None:
             return
-        if not coordinator.can_lose(worker):
+        delay_s = self._restarts.next_delay_s(f"worker-{worker}", text) if restart else None
+        returns = delay_s is not None
+        if restart and not returns and (why := self._restarts.why_excluded(f"worker-{worker}")):
+            text = f"{text}; {why}"
+        if not coordinator.can_lose(worker, returns=returns):
             simulator.fail(text, now)
             return
-        if restart:
-            delay_s = self._restarts.next_delay_s(f"worker-{worker}", text)
-            if delay_s is not None:
-                simulator.timeline.schedule(now + delay_s, partial(self._start, worker))
-            elif why := self._restarts.why_excluded(f"worker-{worker}"):
-                text = f"{text}; {why}"
-        simulator.execute(coordinator.lose(worker, text, now), now)
+        if delay_s is not None:
+            simulator.timeline.schedule(now + delay_s, partial(self._start, worker))
+        simulator.execute(coordinator.lose(worker, text, now, returns=returns), now)
 
     def _start(self, worker: int, now: float) -> None:
         """Starts a lost worker again, which then joins the run."""
