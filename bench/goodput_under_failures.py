@@ -40,14 +40,14 @@ from paceline.twin.simulator import Simulator
 from paceline.twin.updates import WeightsBackend
 
 SIZES = (10, 100, 1000, 10_000)
-MTBF_S, REPAIR_S, STARTUP_S = 10 * 86400.0, 600.0, 30.0
-HOURS = {10: 240.0, 100: 24.0, 1000: 6.0, 10_000: 0.75}
-"""Length of a run, so that some dozens of machines fail."""
+MTBF_S, REPAIR_S, STARTUP_S = 3 * 86400.0, 600.0, 30.0
+HOURS = {10: 48.0, 100: 5.0, 1000: 1.0, 10_000: 0.06}
+"""Length of a run without failures, so that several machines fail."""
 SHARE, PARAMETERS = 64, 25_000_000
 STORAGE_BYTES_S = 1e9
 """Rate at which a checkpoint is written, and read again by all machines at the same time."""
 GROUPS = (1, 5)
-REFERENCE_STEPS = 30
+REFERENCE_STEPS = 10
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def simulate(pool: Pool, steps: int) -> tuple[float, Simulator]:
         data="none",
         shapes=((PARAMETERS,),),
         item_bytes=4,
-        flops_per_sample=8e9,  # 5.1 seconds per step
+        flops_per_sample=16e9,  # 10 seconds per step
         samples=batch * steps,
         batch=batch,
         epochs=1,

@@ -1,14 +1,11 @@
-"""Recovery after losses next to torchft; overhead of elastic runs; real runs next to the twin.
+"""Recovery after the loss of a worker next to torchft, and real losses next to the twin.
 
     python bench/recovery.py --torchft .peers/torchft/bin/python --json bench/results/recovery.json
-    python bench/recovery.py --overhead 5 --json bench/results/recovery.json
     python bench/recovery.py --twin 3 --json bench/results/recovery.json
 
 Recovery: three workers train; one is killed again and again, and started again at once. Measured
 from the kill: until the others complete a step without it (lost), and until all three complete a
 step together (replaced). Paceline and torchft alternate.
-
-Overhead: runs without losses, elastic and not, in turn.
 
 Twin: runs whose workers each have a quarter of a core and are killed twice, next to the same run in
 virtual time. Step times, startup and regrouping of the twin come from another real run.
@@ -222,25 +219,7 @@ def serve_lighthouse() -> None:
     signal.pause()
 
 
-# ---- overhead and the twin --------------------------------------------------------------------
-
-
-def measure_overhead(folder: Path, pairs: int) -> dict[str, dict[str, list[float]]]:
-    """Samples per second of runs without losses, elastic and not, in turn."""
-    found: dict[str, dict[str, list[float]]] = {}
-    for strategy in ("allreduce", "ps"):
-        job = CASES["mlp-300-100"].write(folder / "overhead.py", 1500, 2)
-        rates = found[strategy] = {"elastic": [], "all": []}
-        for index in range(2 * pairs):
-            name = ("elastic", "all")[(index + index // 2) % 2]
-            out = folder / f"{strategy}-{index}"
-            least = 1 if name == "elastic" else "all"
-            run = paceline_run(job, out, "--strategy", strategy, "--min-workers", least, workers=2)
-            if run.wait(DEADLINE_S):
-                raise SystemExit((folder / f"{out.name}.log").read_text()[-500:])
-            rates[name].append(json.loads((out / "result.json").read_text())["samples_per_s"])
-            print(strategy, name, rates[name][-1], flush=True)
-    return found
+# ---- the twin ---------------------------------------------------------------------------------
 
 
 def elapsed(out: Path) -> tuple[float, dict[str, Any]]:
@@ -316,10 +295,6 @@ def show(body: dict[str, Any]) -> None:
                 values = [row[key] for row in rows]
                 cells += [f"{statistics.median(values):.2f} s", f"{max(values):.2f} s"]
             print(f"| {name} | {len(rows)} | " + " | ".join(cells) + " |")
-    for strategy, rates in body.get("overhead", {}).items():
-        elastic, plain = (statistics.median(rates[name]) for name in ("elastic", "all"))
-        print(f"{strategy}: {elastic:,.0f} samples/s elastic, {plain:,.0f} not, "
-              f"{100 * (elastic / plain - 1):+.1f}%")  # fmt: skip
     for row in body.get("twin", ()):
         print(f"{row['strategy']}: real {row['real_s']:.1f} s, twin {row['twin_s']:.1f} s, "
               f"{100 * row['error']:+.1f}%")  # fmt: skip
@@ -329,7 +304,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--torchft", type=Path, help="interpreter that has torchft")
     parser.add_argument("--rounds", type=int, default=1, help="of five losses each")
-    parser.add_argument("--overhead", type=int, default=0, help="pairs of runs")
     parser.add_argument("--twin", type=int, default=0, help="runs next to the twin")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--torchft-worker", type=int)
@@ -352,8 +326,6 @@ def main() -> None:
                 both["torchft"] += recover_torchft(folder, options.torchft)
                 print(json.dumps(both), flush=True)
             body["recovery"] = both
-        if options.overhead:
-            body["overhead"] = measure_overhead(Path(name), options.overhead)
         if options.twin:
             body["twin"] = compare_with_twin(Path(name), options.twin)
         options.json.write_text(json.dumps(body, indent=1) + "\n")
