@@ -82,16 +82,19 @@ def resnet_v2_size(n: int, channels: int, classes: int) -> int:
     return total - norm_size(16) + norm_size(256) + dense_size(256, classes)
 
 
-def densenet_bc_size(channels: int, classes: int) -> int:
-    """Growth 12, six layers a block: widths 24 -> 96, halved 48 -> 120, halved 60 -> 132."""
+def densenet_bc_size(layers: int, channels: int, classes: int) -> int:
+    """Growth 12. Six layers per block: widths 24 -> 96, halved 48 -> 120, halved 60 -> 132."""
     total = conv_size(3, channels, 24, bias=False)
-    for start in (24, 48, 60):
-        inputs = 6 * start + 12 * (0 + 1 + 2 + 3 + 4 + 5)  # the six layers' inputs, summed
+    width = 24
+    for block in range(3):
+        inputs = sum(width + 12 * n for n in range(layers))
         total += 2 * inputs + 48 * inputs  # normalisation, 1x1 convolution
-        total += 6 * (norm_size(48) + conv_size(3, 48, 12, bias=False))
-    for width in (96, 120):
-        total += norm_size(width) + conv_size(1, width, width // 2, bias=False)
-    return total + norm_size(132) + dense_size(132, classes)
+        total += layers * (norm_size(48) + conv_size(3, 48, 12, bias=False))
+        width += 12 * layers
+        if block < 2:
+            total += norm_size(width) + conv_size(1, width, width // 2, bias=False)
+            width //= 2
+    return total + norm_size(width) + dense_size(width, classes)
 
 
 def transformer_size(context: int, vocabulary: int) -> int:
@@ -121,8 +124,9 @@ def transformer_size(context: int, vocabulary: int) -> int:
             for shape in (MNIST, CIFAR)
         ),
         ("resnet56v2", CIFAR, resnet_v2_size(6, 3, 10)),
-        ("densenet-bc-40-12", CIFAR, densenet_bc_size(3, 10)),
-        ("densenet-bc-40-12", MNIST, densenet_bc_size(1, 10)),
+        ("densenet-bc-22-12", MNIST, densenet_bc_size(3, 1, 10)),
+        ("densenet-bc-40-12", CIFAR, densenet_bc_size(6, 3, 10)),
+        ("densenet-bc-40-12", MNIST, densenet_bc_size(6, 1, 10)),
     ],
 )
 def test_parameter_count(name: str, input_shape: tuple[int, ...], expected: int) -> None:
@@ -355,6 +359,7 @@ def test_names() -> None:
         "resnet50",
         "resnet56",
         "resnet56v2",
+        "densenet-bc-22-12",
         "densenet-bc-40-12",
         "char-transformer",
     ]

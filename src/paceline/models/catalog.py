@@ -35,6 +35,13 @@ def _resnet_v1(depth: int) -> ModelInfo:
     return ModelInfo(f"resnet{depth}", "image", "resnet:ResNetV1", text, options)
 
 
+def _densenet_bc(depth: int, growth: int) -> ModelInfo:
+    text = f"DenseNet-BC of depth {depth}, growth {growth}, reduction 0.5, dropout 0.1"
+    options = {"depth": depth, "growth": growth, "reduction": 0.5, "dropout": 0.1}
+    name = f"densenet-bc-{depth}-{growth}"
+    return ModelInfo(name, "image", "densenet:DenseNetBC", text, options, min_side_pixels=4)
+
+
 _ENTRIES = {
     entry.name: entry
     for entry in (
@@ -63,14 +70,7 @@ _ENTRIES = {
             "CIFAR ResNet v2 of depth 56: pre-activation bottlenecks, 64/128/256 outputs, L2",
             {"blocks_per_stage": 6, "l2": 1e-4},
         ),
-        ModelInfo(
-            "densenet-bc-40-12",
-            "image",
-            "densenet:DenseNetBC",
-            "DenseNet-BC of depth 40, growth 12, reduction 0.5, dropout 0.1",
-            {"depth": 40, "growth": 12, "reduction": 0.5, "dropout": 0.1},
-            min_side_pixels=4,
-        ),
+        *(_densenet_bc(depth, growth=12) for depth in (22, 40)),
         ModelInfo(
             "char-transformer",
             "text",
