@@ -27,6 +27,7 @@ from paceline.errors import UsageError  # noqa: E402
 from paceline.keras import jobs  # noqa: E402
 from paceline.keras.fit_data import make_fit_data  # noqa: E402
 from paceline.keras.jobs import KerasSchedule  # noqa: E402
+from paceline.keras.keras_2_names import accept_keras_2_names  # noqa: E402
 from paceline.keras.module import KerasModule, read_module, write_keras  # noqa: E402
 from paceline.keras.optimizers import make_torch_optimizer, translate  # noqa: E402
 from paceline.keras.tensorflow_stub import make as make_tensorflow  # noqa: E402
@@ -536,6 +537,45 @@ def test_data_that_cannot_be_distributed_is_rejected() -> None:
     assert not hasattr(tf, "raw_ops")
     with pytest.raises(UsageError, match=r"tf\.data\.Dataset\.window is not available"):
         tf.data.Dataset.from_tensor_slices(x).window(3)
+    with pytest.raises(UsageError, match=r"tf\.data\.Dataset\.list_files is not available"):
+        tf.data.Dataset.list_files("train-*")
+    # The extra would not help.
+    with pytest.raises(UsageError, match=r"tf\.GradientTape is not supported"), tf.GradientTape():
+        pass
+    with pytest.raises(UsageError, match="placeholders of TensorFlow 1 are not supported"):
+        tf.compat.v1.Session()
+
+
+def test_stub_is_used_around_fit() -> None:
+    tf = make_tensorflow()
+    x, y = np.arange(10, dtype="float32")[:, None], np.arange(10)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+    assert data.cardinality().numpy() == 3
+    both = data.concatenate(data.take(1))
+    assert [labels.numpy().tolist()[0] for _, labels in both] == [0, 4, 8, 0]
+    assert len(both) == 4
+    lists = tf.data.Dataset.from_tensor_slices(([[1.0], [2.0]], [3, 4])).apply(lambda d: d.batch(2))
+    ((inputs, targets),) = lists.as_numpy_iterator()
+    assert (inputs.tolist(), targets.tolist()) == ([[1.0], [2.0]], [3, 4])
+    assert tf.math.reduce_mean([1.0, 3.0]) == 2 == tf.clip_by_value(5.0, 0.0, 2.0)
+    spec = tf.train.ClusterSpec({"worker": ["a:1", "b:1"], "ps": ["c:1"]})
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(spec, rpc_layer="grpc")
+    assert resolver.cluster_spec().num_tasks("worker") == 2
+    assert resolver.task_type == "chief"
+    # Parts of tf.keras that Keras 3 itself lacks.
+    assert tf.keras.losses.Reduction.NONE == "none"
+    assert tf.keras.preprocessing.image.ImageDataGenerator is not None
+    tf.get_logger().setLevel("ERROR")
+    with tf.device("/cpu:0"):
+        assert tf.executing_eagerly()
+
+
+def test_optimizers_accept_names_of_keras_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = keras.optimizers.Optimizer
+    monkeypatch.setattr(base, "__init__", base.__init__)
+    accept_keras_2_names(keras)
+    assert float(keras.optimizers.SGD(lr=0.25).learning_rate) == 0.25
+    assert float(keras.optimizers.legacy.Adam(0.5).learning_rate) == 0.5
 
 
 def test_class_weights() -> None:

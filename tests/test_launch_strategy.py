@@ -206,7 +206,8 @@ def test_failing_script_is_named_with_its_machine(
     done = run_cli("launch", project / "loop.py", "--pool", pool, *args)
     assert done.code == 1, done.stderr
     assert "worker 1 failed at step " in done.last_line
-    assert "RuntimeError: the dog ate the batch" in done.last_line
+    raised = 'loop.py:22: `raise RuntimeError("the dog ate the batch")`: RuntimeError: the dog'
+    assert raised in done.last_line
     assert read_result(tmp_path / "run")["status"] == "failed"
     assert not lab.find_left()
 

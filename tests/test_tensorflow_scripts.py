@@ -14,7 +14,7 @@ import pytest
 
 from conftest import RunCli, read_result
 from paceline.data import digits
-from paceline.worker.script import make_tf_config
+from paceline.worker.script import find_package, make_tf_config
 
 os.environ.setdefault("KERAS_BACKEND", "torch")
 pytest.importorskip("keras", reason="Keras is not installed (pip install 'paceline[keras]')")
@@ -138,6 +138,12 @@ def test_unsupported_parts_are_reported_by_line(tmp_path: Path) -> None:
     assert first == "no TPU"
     assert error.startswith("error loop.py:8: `strategy.run(print)`: strategy.run() of a custom")
     assert "use model.compile() and model.fit()" in error
+
+
+def test_packages_are_found_by_file() -> None:
+    folder = "/envs/tensorflow/lib/python3.11/site-packages"
+    assert find_package(f"{folder}/keras/src/trainer.py") == "keras"
+    assert find_package("/projects/tensorflow/train.py") == ""
 
 
 def test_unseeded_generators_agree(tmp_path: Path) -> None:

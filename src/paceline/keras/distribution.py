@@ -139,23 +139,46 @@ class ClusterCoordinator:
         )
 
 
+class ClusterSpec:
+    """Replacement of tf.train.ClusterSpec: addresses by job."""
+
+    def __init__(self, cluster: Any) -> None:
+        given = cluster.as_dict() if hasattr(cluster, "as_dict") else dict(cluster)
+        self._jobs = {job: list(hosts) for job, hosts in given.items()}
+
+    @property
+    def jobs(self) -> list[str]:
+        return list(self._jobs)
+
+    def as_dict(self) -> dict[str, list[str]]:
+        return self._jobs
+
+    def job_tasks(self, job: str) -> list[str]:
+        return self._jobs.get(job, [])
+
+    def num_tasks(self, job: str) -> int:
+        return len(self.job_tasks(job))
+
+
 class ClusterResolver:
-    """The cluster of TF_CONFIG, seen by its chief."""
+    """The cluster that the script gives, or that of TF_CONFIG, seen by its chief."""
 
     task_type, task_id = "chief", 0
     rpc_layer = environment = None
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        config = json.loads(os.environ.get("TF_CONFIG") or "{}")
-        self._jobs = {job: list(hosts) for job, hosts in config.get("cluster", {}).items()}
+    def __init__(self, cluster_spec: Any = None, *args: Any, **options: Any) -> None:
+        if not hasattr(cluster_spec, "as_dict"):
+            cluster_spec = json.loads(os.environ.get("TF_CONFIG") or "{}").get("cluster", {})
+        self._spec = ClusterSpec(cluster_spec)
 
-    def cluster_spec(self) -> Any:
-        return SimpleNamespace(
-            jobs=list(self._jobs),
-            as_dict=lambda: self._jobs,
-            job_tasks=lambda job: self._jobs.get(job, []),
-            num_tasks=lambda job: len(self._jobs.get(job, [])),
-        )
+    def cluster_spec(self) -> ClusterSpec:
+        return self._spec
+
+    def master(self, *args: Any, **options: Any) -> str:
+        return ""
+
+    def num_accelerators(self, *args: Any, **options: Any) -> dict[str, int]:
+        return {}
 
 
 class TensorFlowServer:
@@ -182,7 +205,22 @@ def check_shard(num_shards: Any, index: Any, name: str | None = None) -> None:
         )
 
 
-def _no_tpu(*args: Any, **options: Any) -> Any:
+def reject_tape(*args: Any, **options: Any) -> Any:
+    """Replacement of tf.GradientTape."""
+    raise UsageError(
+        f"tf.GradientTape is not supported: the model computes on torch; {LOOP_REMEDY}"
+    )
+
+
+def reject_graph(*args: Any, **options: Any) -> Any:
+    """Replacement of tf.Session and tf.placeholder."""
+    raise UsageError(
+        "sessions and placeholders of TensorFlow 1 are not supported; compute with tensors "
+        "directly, and train with model.compile() and model.fit()"
+    )
+
+
+def reject_tpu(*args: Any, **options: Any) -> Any:
     raise TpuNotSupported(
         "TPUs are not supported; use tf.distribute.MultiWorkerMirroredStrategy() on CPUs or GPUs"
     )
@@ -197,7 +235,7 @@ def distribute_names() -> dict[str, Any]:
         ),
         "CentralStorageStrategy": DistributionStrategy,
         "ParameterServerStrategy": ParameterServerStrategy,
-        "TPUStrategy": _no_tpu,
+        "TPUStrategy": reject_tpu,
     }
     coordinator = {"ClusterCoordinator": ClusterCoordinator}
     resolvers = ("TFConfigClusterResolver", "SimpleClusterResolver", "ClusterResolver")
@@ -211,6 +249,6 @@ def distribute_names() -> dict[str, Any]:
         "experimental": {**strategies, "coordinator": coordinator},
         "cluster_resolver": {
             **dict.fromkeys(resolvers, ClusterResolver),
-            "TPUClusterResolver": _no_tpu,
+            "TPUClusterResolver": reject_tpu,
         },
     }

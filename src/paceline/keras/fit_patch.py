@@ -6,6 +6,7 @@ weights, train together, and have the same model when it returns. Only worker 0 
 
 import fcntl
 import functools
+import importlib
 import importlib.machinery
 import sys
 from pathlib import Path
@@ -16,10 +17,13 @@ import torch
 from paceline.errors import UsageError
 from paceline.keras.fit_data import ArrayFitData, FitData, make_fit_data
 from paceline.keras.fit_loop import FitSession
+from paceline.keras.keras_2_names import accept_keras_2_names
 from paceline.keras.module import check_backend
 from paceline.worker import custom_loop
 from paceline.worker.session import Session
 
+IGNORED = ("max_queue_size", "workers", "use_multiprocessing")
+"""Arguments of Keras 2 for its input threads."""
 WORKER_0_ONLY = ("CSVLogger", "TensorBoard", "RemoteMonitor", "SwapEMAWeights")
 """Callbacks that only write output."""
 
@@ -32,6 +36,7 @@ def patch_fit(keras: Any) -> None:
     # Keras, which detects TensorFlow itself, must not use the stub.
     if importlib.machinery.PathFinder.find_spec("tensorflow") is None:
         module_utils.tensorflow._available = False
+    accept_keras_2_names(keras)
     session = custom_loop._session
     if session is None:
         return
@@ -55,13 +60,26 @@ class _FitPatch:
             return self.fit(model_self, *args, **options)
 
         model.fit = fit
+        model.compile = self._compile_for_torch(model.compile)
         for name, quiet in (("evaluate", 2), ("predict", 0)):
             setattr(model, name, self._print_once(getattr(model, name), quiet))
         for name in ("save", "save_weights", "export"):
             setattr(model, name, self._write_once(getattr(model, name)))
-        for module in (self._keras.models, self._keras.saving):
-            module.save_model = self._write_once(module.save_model)
+        # tf.keras has its own modules of the same functions.
+        tf_keras = importlib.import_module("keras._tf_keras.keras")
+        write_model = self._write_once(self._keras.saving.save_model)
+        for module in (self._keras.models, self._keras.saving, tf_keras.models):
+            module.save_model = write_model
         _lock_downloads()
+
+    def _compile_for_torch(self, method: Any) -> Any:
+        """Ignores how TensorFlow would run several steps at a time, which changes no result."""
+
+        @functools.wraps(method)
+        def call(model: Any, *args: Any, **options: Any) -> Any:
+            return method(model, *args, **{**options, "steps_per_execution": 1})
+
+        return call
 
     def _print_once(self, method: Any, verbosity: int) -> Any:
         """Makes only worker 0 show progress, as lines instead of a bar."""
@@ -105,7 +123,10 @@ class _FitPatch:
         validation_steps: int | None = None,
         validation_batch_size: int | None = None,
         validation_freq: Any = 1,
+        **input_settings: Any,
     ) -> Any:
+        if unknown := input_settings.keys() - set(IGNORED):
+            raise UsageError(f"fit() has no argument {sorted(unknown)[0]!r}; remove it")
         model._assert_compile_called("fit")
         if self._seed is None:
             # Only once: after the first fit, the workers' generators differ.

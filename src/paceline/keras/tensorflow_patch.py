@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 
-from paceline.errors import UsageError
 from paceline.keras.distribution import (
-    LOOP_REMEDY,
     DatasetCreator,
     TensorFlowServer,
     check_shard,
     distribute_names,
+    reject_tape,
 )
 from paceline.worker.script import SEED
 
@@ -30,7 +29,7 @@ def patch_tensorflow(tf: Any) -> None:
     tf.config.threading.set_intra_op_parallelism_threads(torch.get_num_threads())
     _replace(tf.distribute, distribute_names())
     tf.train.Server = TensorFlowServer
-    tf.GradientTape = _reject_tape
+    tf.GradientTape = reject_tape
     shard = tf.data.Dataset.shard
 
     def checked_shard(dataset: Any, *args: Any, **options: Any) -> Any:
@@ -47,9 +46,3 @@ def _replace(module: Any, names: dict[str, Any]) -> None:
             _replace(getattr(module, name), value)
         else:
             setattr(module, name, value)
-
-
-def _reject_tape(*args: Any, **options: Any) -> Any:
-    raise UsageError(
-        f"tf.GradientTape is not supported: the model computes on torch; {LOOP_REMEDY}"
-    )

@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, NoReturn
 
 from paceline.comm.wire import ControlConnection
@@ -201,7 +202,12 @@ def _report_failure(
         from paceline.worker.memory_check import explain_out_of_memory
 
         shortage = explain_out_of_memory(error)
-        short = shortage or f"{type(error).__name__}: {error}"
+        where = ""
+        if assignment.script is not None:
+            from paceline.worker.script import find_line
+
+            where = find_line(error, Path(assignment.script))
+        short = shortage or f"{where}{type(error).__name__}: {error}"
         details = "" if shortage else text
     blame = "own"
     if isinstance(error, UsageError):

@@ -7,6 +7,7 @@ import json
 import linecache
 import os
 import random
+import re
 import runpy
 import sys
 import traceback
@@ -24,6 +25,9 @@ SEED = 0
 """Seed of all generators when a script starts, so that unseeded scripts agree on all workers."""
 EXTRA = "pip install 'paceline[tensorflow]'"
 PACKAGE = Path(__file__).resolve().parents[1]
+TRACED = "in user code:"
+"""Begins the message of an error in a function that TensorFlow traces; its lines follow."""
+TRACED_LINE = re.compile(r'File "([^"]+)", line (\d+), in ')
 NEED_EXTRA = ("tensorflow_datasets", "tensorflow_io", "tf_keras")
 
 
@@ -72,14 +76,14 @@ def make_tf_config(workers: int) -> str:
 def explain(error: Exception) -> str | None:
     """Returns the reason and the remedy of an error that is due to running under Paceline."""
     if isinstance(error, UsageError):
-        return str(error)
+        text = str(error)
+        return text.rpartition("UsageError: ")[2].strip() if text.startswith(TRACED) else text
     if isinstance(error, ModuleNotFoundError) and error.name in NEED_EXTRA:
         return f"{error.name} is not installed; {EXTRA}, in which tf.keras is Keras 3 on torch"
-    files = [Path(frame.filename).parts for frame in traceback.extract_tb(error.__traceback__)]
-    inside = (i for i, parts in enumerate(files) if "keras" in parts and "paceline" not in parts)
-    from_keras = files[next(inside, len(files)) :]
+    packages = [find_package(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+    inside_keras = packages[packages.index("keras") :] if "keras" in packages else []
     own = type(error).__module__.startswith("tensorflow")  # For example, a file that is missing.
-    if not own and any("tensorflow" in parts for parts in from_keras):
+    if not own and "tensorflow" in inside_keras:
         return (
             f"an operation of TensorFlow was applied to a tensor of torch ({type(error).__name__}: "
             f"{str(error).splitlines()[0]}); use keras.ops in layers, losses and metrics"
@@ -87,13 +91,23 @@ def explain(error: Exception) -> str | None:
     return None
 
 
-def find_line(error: Exception, script: Path) -> str:
+def find_package(file: str) -> str:
+    """Returns the name of the installed package that a file belongs to; empty for other files."""
+    _, installed, inside = file.rpartition(f"{os.sep}site-packages{os.sep}")
+    return inside.partition(os.sep)[0] if installed else ""
+
+
+def find_line(error: BaseException, script: Path) -> str:
     """Returns "train.py:12: `source line`: " for the innermost line of the user's own code."""
     folder = script.resolve().parent
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = Path(frame.filename).resolve()
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [(frame.filename, frame.lineno or 0) for frame in frames]
+    if str(error).startswith(TRACED):
+        places += [(file, int(line)) for file, line in TRACED_LINE.findall(str(error))]
+    for file, line in reversed(places):
+        path = Path(file).resolve()
         library = path.is_relative_to(PACKAGE) or "site-packages" in path.parts
-        if path.is_relative_to(folder) and not library and frame.lineno:
-            source = linecache.getline(str(path), frame.lineno).strip()
-            return f"{path.relative_to(folder)}:{frame.lineno}: `{source}`: "
+        if path.is_relative_to(folder) and not library and line:
+            source = linecache.getline(str(path), line).strip()
+            return f"{path.relative_to(folder)}:{line}: `{source}`: "
     return ""
