@@ -2,12 +2,15 @@
 """The scripts in examples/scripts with TensorFlow alone, and unchanged under `paceline launch`.
 
     PYTHON bench/scripts.py --out bench/results/scripts.jsonl [--seeds 3] [--only mirrored]
+    PYTHON bench/scripts.py --out bench/results/scripts.jsonl --ssh --seeds 1
 
 PYTHON has `paceline[tensorflow]` and tf_keras (.peers/tensorflow/bin/python after `make peers`).
 TensorFlow alone runs the scripts with Keras 2, as the studies did: fit() of Keras 3 fails with
 strategies of several processes. It has as many replicas as Paceline has workers: two processes, two
-logical devices, or two workers with a server and a chief. Rows are appended to the output file one
-by one; a further call continues where the last one ended and prints the table.
+logical devices, or two workers with a server and a chief. With `--ssh`, Paceline trains on three
+machines: network namespaces with their own SSH servers, as in the tests (requires root). Rows are
+appended to the output file one by one; a further call continues where the last one ended and prints
+the table.
 """
 
 from __future__ import annotations
@@ -25,6 +28,9 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from network_namespaces import Lab, make_lab, why_not
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "examples" / "scripts"
@@ -114,23 +120,38 @@ def run_reference(script: Path, kind: str, args: list[str]) -> str:
         return log.read()
 
 
-def run_paceline(script: Path, strategy: str, args: list[str], out: Path) -> str:
+def run_paceline(script: Path, strategy: str, args: list[str], out: Path, lab: Lab | None) -> str:
     command = [sys.executable, "-m", "paceline", "launch", str(script), "--strategy", strategy]
-    command += ["--workers", str(WORKERS), "--out", str(out), "--force", "--", *args]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
-    return done.stdout + done.stderr
+    environment = dict(os.environ)
+    if lab is None:
+        command += ["--workers", str(WORKERS)]
+    else:
+        pool = lab.write_pool(lab.folder / "pool.yaml", all={"python": sys.executable})
+        command += ["--pool", str(pool), "--project", str(SCRIPTS), "--threads", "1"]
+        environment["HOME"] = str(lab.home)
+        environment.pop("SSH_AUTH_SOCK", None)
+    command += ["--out", str(out), "--force", "--", *args]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=LIMIT_S, env=environment, cwd=SCRIPTS
+    )
+    left = lab.find_left() if lab is not None else []
+    return done.stdout + done.stderr + "".join(f"left running: {line}\n" for line in left)
 
 
-def measure(name: str, arm: str, seed: int, data: Path, work: Path) -> dict[str, Any]:
+def measure(
+    name: str, arm: str, seed: int, data: Path, work: Path, lab: Lab | None
+) -> dict[str, Any]:
     script, args, started = SCRIPTS / f"{name}.py", [str(data), str(seed)], time.monotonic()
     if arm == REFERENCE:
         text = run_reference(script, KINDS[name], args)
     else:
-        text = run_paceline(script, arm, args, work / "run")
+        text = run_paceline(script, arm, args, work / "run", lab)
     found = re.findall(r"(?:^|\] )accuracy ([0-9.]+)", text, re.MULTILINE)
     if not found or len(set(found)) > 1:
         raise SystemExit(f"{name} under {arm}: no single accuracy in the output:\n{text[-4000:]}")
-    row = {"script": name, "arm": arm, "seed": seed, "accuracy": float(found[0])}
+    row: dict[str, Any] = {"script": name, "arm": arm, "seed": seed, "accuracy": float(found[0])}
+    if lab is not None:
+        row["machines"] = len(lab.machines)
     return {**row, "seconds": round(time.monotonic() - started, 1)}
 
 
@@ -152,27 +173,33 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", nargs="*", default=list(KINDS))
+    parser.add_argument("--ssh", action="store_true", help="three machines, not local workers")
     options = parser.parse_args()
+    if options.ssh and (reason := why_not()):
+        raise SystemExit(f"three machines cannot be made here: {reason}")
     rows = []
     if options.out.exists():
         rows = [json.loads(line) for line in options.out.read_text().splitlines()]
-    done = {(r["script"], r["arm"], r["seed"]) for r in rows}
-    with tempfile.TemporaryDirectory() as folder:
-        data = Path(folder) / "data"
+    done = {(r["script"], r["arm"], r["seed"]) for r in rows if ("machines" in r) == options.ssh}
+    arms = STRATEGIES if options.ssh else (REFERENCE, *STRATEGIES)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        data = folder / "data"
         digits = ROOT / "src" / "paceline" / "data" / "digits.npz"
         write = [sys.executable, str(SCRIPTS / "write_data.py"), str(digits), str(data)]
         subprocess.run(write, check=True, capture_output=True, timeout=LIMIT_S)
+        lab = stack.enter_context(make_lab(folder / "lab")) if options.ssh else None
         for seed in range(options.seeds):
             for name in options.only:
-                for arm in (REFERENCE, *STRATEGIES):
+                for arm in arms:
                     if (name, arm, seed) in done:
                         continue
-                    row = measure(name, arm, seed, data, Path(folder))
+                    row = measure(name, arm, seed, data, folder, lab)
                     print(json.dumps(row), flush=True)
                     rows.append(row)
                     with options.out.open("a") as file:
                         file.write(json.dumps(row) + "\n")
-    print_table(rows)
+    print_table([r for r in rows if r["arm"] == REFERENCE or ("machines" in r) == options.ssh])
 
 
 if __name__ == "__main__":

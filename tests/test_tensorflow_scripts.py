@@ -174,14 +174,11 @@ def find_tensorflow() -> str:
     return str(PEER)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_scripts_train_as_with_tensorflow_alone(tmp_path: Path) -> None:
-    """One script with TFRecord files, PNG images and steps; bench/scripts.py runs all of them."""
-    rows = tmp_path / "rows.jsonl"
+def run_bench(rows: Path, *args: str) -> list[float]:
+    """Runs bench/scripts.py with one seed; returns the accuracies of its rows."""
     command = [find_tensorflow(), "bench/scripts.py", "--out", str(rows), "--seeds", "1"]
     done = subprocess.run(
-        [*command, "--only", "records_by_file", "tfds_one_machine"],
+        [*command, *args],
         capture_output=True,
         text=True,
         timeout=900,
@@ -189,9 +186,26 @@ def test_scripts_train_as_with_tensorflow_alone(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
     )
     assert done.returncode == 0, done.stderr
-    found = re.findall(r'"accuracy": ([0-9.]+)', rows.read_text())
+    return [float(value) for value in re.findall(r'"accuracy": ([0-9.]+)', rows.read_text())]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_scripts_train_as_with_tensorflow_alone(tmp_path: Path) -> None:
+    """One script with TFRecord files, PNG images and steps; bench/scripts.py runs all of them."""
+    found = run_bench(tmp_path / "rows.jsonl", "--only", "records_by_file", "tfds_one_machine")
     assert len(found) == 8
     for script in (found[:4], found[4:]):
-        reference, *ours = map(float, script)
+        reference, *ours = script
         # Seeds of the same script differ by up to 0.02.
         assert ours == pytest.approx([reference] * 3, abs=0.04)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.xdist_group("network namespaces")
+def test_scripts_train_on_three_machines(tmp_path: Path, lab_missing: str | None) -> None:
+    if lab_missing is not None:
+        pytest.skip(f"three machines cannot be made here: {lab_missing}")
+    found = run_bench(tmp_path / "rows.jsonl", "--ssh", "--only", "records_by_file")
+    assert found == pytest.approx([0.91] * 3, abs=0.04)
