@@ -44,7 +44,7 @@ peers: $(VENV)/.package           ## environments of the frameworks that `make b
 		--constraint constraints.txt --editable . torchft
 	test -x .peers/tensorflow/bin/python || $(PYTHON) -m venv .peers/tensorflow
 	.peers/tensorflow/bin/pip --disable-pip-version-check install --quiet \
-		--constraint constraints.txt --editable '.[tensorflow]'
+		--constraint constraints.txt --editable '.[tensorflow,ssh]'
 	.peers/tensorflow/bin/pip --disable-pip-version-check install --quiet --no-deps \
 		--constraint constraints.txt tf_keras
 

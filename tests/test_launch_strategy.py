@@ -79,6 +79,7 @@ model.compile(
 test = (images[1500:], labels[1500:])
 model.fit(images[:1500], labels[:1500], batch_size=50, epochs=3, validation_data=test)
 model.save("digits.keras")
+assert keras.models.load_model("digits.keras").compiled
 """
 ONE = ("--threads", "1")
 

@@ -212,6 +212,14 @@ def reject_tape(*args: Any, **options: Any) -> Any:
     )
 
 
+def reject_checkpoint(*args: Any, **options: Any) -> Any:
+    """Replacement of tf.train.Checkpoint and tf.train.CheckpointManager."""
+    raise UsageError(
+        "tf.train.Checkpoint is not supported: the model's variables are on torch; use "
+        "model.save_weights(), or the callback tf.keras.callbacks.ModelCheckpoint"
+    )
+
+
 def reject_graph(*args: Any, **options: Any) -> Any:
     """Replacement of tf.Session and tf.placeholder."""
     raise UsageError(

@@ -4,12 +4,10 @@ Every worker runs the whole script, independently until `fit`. There all workers
 weights, train together, and have the same model when it returns. Only worker 0 writes files.
 """
 
-import fcntl
 import functools
 import importlib
 import importlib.machinery
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ from paceline.errors import UsageError
 from paceline.keras.fit_data import ArrayFitData, FitData, make_fit_data
 from paceline.keras.fit_loop import FitSession
 from paceline.keras.keras_2_names import accept_keras_2_names
+from paceline.keras.machine_lock import one_at_a_time
 from paceline.keras.module import check_backend
 from paceline.worker import custom_loop
 from paceline.worker.session import Session
@@ -60,7 +59,9 @@ class _FitPatch:
             return self.fit(model_self, *args, **options)
 
         model.fit = fit
-        model.compile = self._compile_for_torch(model.compile)
+        # Where it is defined: Keras does not compile loaded models of classes with their own.
+        trainer = next(cls for cls in model.__mro__ if "compile" in vars(cls))
+        trainer.compile = self._compile_for_torch(trainer.compile)
         for name, quiet in (("evaluate", 2), ("predict", 0)):
             setattr(model, name, self._print_once(getattr(model, name), quiet))
         for name in ("save", "save_weights", "export"):
@@ -189,9 +190,10 @@ class _FitPatch:
         if isinstance(callbacks, known.CallbackList):
             return callbacks
         given = self._keras.tree.flatten(callbacks) if callbacks else []
-        for callback in given:
-            if isinstance(callback, known.BackupAndRestore):
-                raise UsageError("the callback BackupAndRestore is not supported; remove it")
+        if any(isinstance(callback, known.BackupAndRestore) for callback in given):
+            if self._session.rank == 0:
+                print("fit: BackupAndRestore has no effect: a script begins anew", flush=True)
+            given = [c for c in given if not isinstance(c, known.BackupAndRestore)]
         if self._session.rank > 0:
             writing = tuple(getattr(known, n) for n in WORKER_0_ONLY if hasattr(known, n))
             given = [c for c in given if not isinstance(c, writing)]
@@ -208,20 +210,11 @@ class _FitPatch:
 
 
 def _lock_downloads() -> None:
-    """Lets one worker per machine download a file to Keras's cache while the others wait."""
-    from keras.src.backend.config import keras_home
+    """Lets one worker per machine download a file to Keras's cache."""
     from keras.src.utils import file_utils
 
     plain = file_utils.get_file
-
-    @functools.wraps(plain)
-    def get_file(*args: Any, **options: Any) -> Any:
-        home = Path(keras_home())
-        home.mkdir(parents=True, exist_ok=True)
-        with (home / ".paceline.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            return plain(*args, **options)
-
+    get_file = one_at_a_time(plain)
     for name, module in list(sys.modules.items()):
         if name.startswith("keras.") and getattr(module, "get_file", None) is plain:
             module.get_file = get_file  # type: ignore[attr-defined]

@@ -6,6 +6,7 @@ Keras model that computes on torch, so what differentiates through TensorFlow is
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +17,11 @@ from paceline.keras.distribution import (
     TensorFlowServer,
     check_shard,
     distribute_names,
+    reject_checkpoint,
     reject_tape,
 )
+from paceline.keras.machine_lock import one_at_a_time
+from paceline.worker import custom_loop
 from paceline.worker.script import SEED
 
 
@@ -37,7 +41,35 @@ def patch_tensorflow(tf: Any) -> None:
         return shard(dataset, *args, **options)
 
     tf.data.Dataset.shard = checked_shard
+    _separate_cache_files(tf.data.Dataset)
+    tf.train.Checkpoint = tf.train.CheckpointManager = reject_checkpoint
     tf.keras.utils.experimental = SimpleNamespace(DatasetCreator=DatasetCreator)
+
+
+def patch_tensorflow_datasets(tfds: Any) -> None:
+    """Called when the script has imported TensorFlow Datasets."""
+    plain = tfds.core.DatasetBuilder.download_and_prepare
+
+    def prepare(builder: Any, *args: Any, **options: Any) -> None:
+        plain(builder, *args, **options)
+        if not builder.info.splits:
+            # Another worker has prepared it since this builder was made.
+            builder.info.read_from_directory(builder.data_dir)
+
+    tfds.core.DatasetBuilder.download_and_prepare = one_at_a_time(functools.wraps(plain)(prepare))
+
+
+def _separate_cache_files(dataset_type: Any) -> None:
+    """Gives each worker its own file, because all of them run the whole pipeline."""
+    cache = dataset_type.cache
+
+    def cache_of_worker(dataset: Any, filename: Any = "", name: Any = None) -> Any:
+        session = custom_loop._session
+        if session is not None and session.size > 1 and isinstance(filename, str) and filename:
+            filename = f"{filename}.worker-{session.rank}"
+        return cache(dataset, filename, name)
+
+    dataset_type.cache = cache_of_worker
 
 
 def _replace(module: Any, names: dict[str, Any]) -> None:

@@ -25,6 +25,7 @@ from paceline.keras.distribution import (
     TensorFlowServer,
     check_shard,
     distribute_names,
+    reject_checkpoint,
     reject_graph,
     reject_tape,
     reject_tpu,
@@ -92,9 +93,8 @@ def make() -> ModuleType:
     tf_keras = importlib.import_module("keras._tf_keras.keras")
     tf_keras.utils.experimental = SimpleNamespace(DatasetCreator=DatasetCreator)
     devices = {
-        "list_physical_devices": lambda kind=None: [],
-        "list_logical_devices": lambda kind=None: [],
-        "set_visible_devices": _ignore,
+        **dict.fromkeys(("list_physical_devices", "list_logical_devices"), _list_devices),
+        **dict.fromkeys(("set_visible_devices", "set_logical_device_configuration"), _ignore),
     }
     renamed = {name: getattr(keras.ops, keras_name) for name, keras_name in RENAMED.items()}
     names: dict[str, Any] = {
@@ -137,6 +137,7 @@ def make() -> ModuleType:
         "config": {
             **devices,
             **dict.fromkeys(("run_functions_eagerly", "set_soft_device_placement"), _ignore),
+            "LogicalDeviceConfiguration": IgnoredOption,
             "threading": dict.fromkeys(
                 ("set_inter_op_parallelism_threads", "set_intra_op_parallelism_threads"), _ignore
             ),
@@ -156,13 +157,23 @@ def make() -> ModuleType:
         "debugging": {"set_log_device_placement": _ignore},
         "autograph": {"set_verbosity": _ignore},
         "tpu": {"experimental": {"initialize_tpu_system": reject_tpu}},
-        "train": {"ClusterSpec": ClusterSpec, "Server": TensorFlowServer},
+        "train": {
+            "ClusterSpec": ClusterSpec,
+            "Server": TensorFlowServer,
+            **dict.fromkeys(("Checkpoint", "CheckpointManager"), reject_checkpoint),
+        },
     }
     return TensorFlowStub("tensorflow", names)
 
 
 def _ignore(*args: Any, **options: Any) -> None:
     """Replacement of settings that have no effect here."""
+
+
+def _list_devices(kind: str | None = None) -> list[Any]:
+    """Returns the CPU: torch has the GPUs."""
+    cpu = SimpleNamespace(name="/physical_device:CPU:0", device_type="CPU")
+    return [cpu] if kind in (None, "CPU") else []
 
 
 def _false(*args: Any, **options: Any) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 PATCHES = {
     "keras": ("paceline.keras.fit_patch", "patch_fit"),
     "tensorflow": ("paceline.keras.tensorflow_patch", "patch_tensorflow"),
+    "tensorflow_datasets": ("paceline.keras.tensorflow_patch", "patch_tensorflow_datasets"),
 }
 """Adapter and its function, called with the module that was imported."""
 STUB_ADAPTER = "paceline.keras.tensorflow_stub"

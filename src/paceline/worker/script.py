@@ -80,6 +80,8 @@ def explain(error: Exception) -> str | None:
         return text.rpartition("UsageError: ")[2].strip() if text.startswith(TRACED) else text
     if isinstance(error, ModuleNotFoundError) and error.name in NEED_EXTRA:
         return f"{error.name} is not installed; {EXTRA}, in which tf.keras is Keras 3 on torch"
+    if type(error).__name__ == "TBNotInstalledError":
+        return "TensorBoard is not installed; pip install 'paceline[tensorboard]'"
     packages = [find_package(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
     inside_keras = packages[packages.index("keras") :] if "keras" in packages else []
     own = type(error).__module__.startswith("tensorflow")  # For example, a file that is missing.
