@@ -356,3 +356,18 @@ def test_coordinator_that_returns_changes_nothing(
     assert f"process {second.pid} has taken over the run in" in finished.last_line
     assert not second.ended()
     check_continued(out, second.wait(120))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["allreduce", "ps(servers=2)"])
+def test_cut_connections_are_restored(run_process: RunCli, tmp_path: Path, strategy: str) -> None:
+    """Messages in both directions are lost, and no process is."""
+    out = tmp_path / "run"
+    fault = ("--fault", "cut coordinator at=50%")
+    finished = run_process(*arguments(out, strategy, *fault), timeout=200)
+    assert finished.code == 0, finished.stderr
+    result = read_result(out)
+    assert result["samples"] == EPOCHS * SAMPLES
+    (view,) = result["views"]
+    assert view["members"] == [0, 1]
+    assert view["reason"] == "the connections to the coordinator were cut"
