@@ -166,7 +166,7 @@ def test_copies_of_shards() -> None:
 
 
 def test_server_members() -> None:
-    servers = ServerMembers(2)
+    servers = ServerMembers(2, 4)
     for server in range(4):
         assert not servers.are_ready(range(4))
         servers.set_ready(server, ("a", server), 0.0)
@@ -323,7 +323,10 @@ def test_last_server_of_a_shard_ends_the_run(run_cli: RunCli, tmp_path: Path) ->
         *("--out", tmp_path / "run", "--epochs", 8, "--fault", "kill server=0 at=30%"),
     )
     assert ran.code == 1
-    assert "server 0 (pid" in ran.stderr
+    assert "server 0 (pid" in ran.last_line
+    assert ran.last_line.endswith(
+        "; no other server holds shard 0: continue from a checkpoint with --resume"
+    )
 
 
 @pytest.mark.slow

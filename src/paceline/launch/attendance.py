@@ -90,6 +90,14 @@ class Attendance:
             return self.coordinator.can_lose_server(int(index))
         return kind == "worker" and self.coordinator.can_lose(int(index), returns=returns)
 
+    def describe_end(self, who: str) -> str:
+        """Returns why an elastic run ends with the loss of a server; empty otherwise."""
+        kind, _, index = who.partition("-")
+        if kind != "server" or not self.coordinator.plan.is_elastic:
+            return ""
+        shard = self.coordinator.servers.shard_of(int(index))
+        return f"; no other server holds shard {shard}: continue from a checkpoint with --resume"
+
     def lose(self, who: str, reason: str, *, returns: bool) -> None:
         """Continues without a worker or server that is gone."""
         kind, _, index = who.partition("-")

@@ -385,7 +385,7 @@ class Supervisor:
             delay_s, text = self._restarts.decide(who, text)
         returns = delay_s is not None
         if not self._attendance.can_lose(who, returns=returns):
-            self._failures.fail(who, text, details, certainty)
+            self._failures.fail(who, text + self._attendance.describe_end(who), details, certainty)
             return
         self._logs.write("supervisor", "\n".join(filter(None, (text, details))))
         self._drop(who)
