@@ -218,6 +218,10 @@ class Runner:
             os.killpg(process.pid, signal.SIGINT if serves else signal.SIGKILL)
             output, _ = process.communicate(timeout=30)
             return (0 if serves and output else -1), output
+        finally:
+            if process.poll() is None:  # The bench itself is interrupted.
+                os.killpg(process.pid, signal.SIGTERM)
+                process.wait(30)
         return process.returncode, output
 
 
@@ -233,16 +237,18 @@ def read_rows(path: Path) -> dict[str, dict[str, Any]]:
     return {row["id"]: row for row in map(json.loads, lines)}
 
 
-def print_table(rows: list[dict[str, Any]]) -> None:
+def print_table(commands: list[DocCommand], rows: dict[str, dict[str, Any]]) -> None:
     """Prints what ran, by page, and what did not, with the reason."""
-    print("| page | commands | run | failed | not run |")
-    print("|---|---:|---:|---:|---|")
-    for page in dict.fromkeys(row["page"] for row in rows):
-        own = [row for row in rows if row["page"] == page]
+    print("| page | commands | run | failed | to run | not runnable here |")
+    print("|---|---:|---:|---:|---:|---|")
+    for page in dict.fromkeys(command.page for command in commands):
+        listed = [command.identity for command in commands if command.page == page]
+        own = [rows[name] for name in listed if name in rows]
         ran = [row for row in own if "not_run" not in row]
         reasons = "; ".join(dict.fromkeys(row["not_run"] for row in own if "not_run" in row))
         failed = sum(row["status"] != 0 for row in ran)
-        print(f"| {page} | {len(own)} | {len(ran)} | {failed} | {reasons} |")
+        left = len(listed) - len(own)
+        print(f"| {page} | {len(listed)} | {len(ran)} | {failed} | {left} | {reasons} |")
 
 
 def main() -> int:
@@ -257,7 +263,7 @@ def main() -> int:
     # Rows of commands that have been changed or removed are dropped.
     rows = {c.identity: known[c.identity] for c in commands if c.identity in known}
     if options.table:
-        print_table(list(rows.values()))
+        print_table(commands, rows)
         return 0
     data = options.data_dir.resolve() if options.data_dir is not None else None
     # A shell starts programs in the background with SIGINT ignored, and their children inherit it.
