@@ -358,3 +358,61 @@ def test_store_without_a_wire() -> None:
     assert replies == [("ok", None), ("ok", b"v")]
     with pytest.raises(WireError, match="unknown operation 'dance'"):
         store.serve("dance", [], lambda *reply: replies.append(reply))
+
+
+# ---- another coordinator of the same run -------------------------------------------------------
+
+
+def test_peer_of_another_coordinator_is_refused() -> None:
+    """It has the run's token, but belongs to a coordinator that has taken over."""
+
+    async def story(house: House) -> None:
+        channel = await house.greet()
+        channel.send({"who": "worker-0", "pid": 1, "role": "member", "incarnation": 1})
+        await house.until(lambda: house.refused, "the refusal")
+        assert house.refused == [
+            "127.0.0.1: worker-0 belongs to coordinator 1 of the run, this is number 0"
+        ]
+        assert house.hub.members == {}
+        assert house.gone == []
+
+    visit(story)
+
+
+def test_member_rejoins_another_coordinator() -> None:
+    """What it sends while it has none is dropped; its greeting comes first."""
+
+    async def story(house: House) -> None:
+        other = House()
+        other.hub.incarnation = 1
+        other.port = await other.hub.listen(HOST)
+        returned: list[str] = []
+        other.hub.on_return = returned.append
+        control = await asyncio.to_thread(
+            lambda: ControlConnection(
+                HOST, house.port, token=TOKEN, who="worker-0", pid=1, timeout_s=WAIT_S,
+                can_rejoin=True,
+            )
+        )  # fmt: skip
+        await house.until(lambda: "worker-0" in house.hub.members, "the member")
+        control.greeting = lambda: [PhaseEntered(7)]
+        received = asyncio.create_task(asyncio.to_thread(control.receive))
+        house.hub.drop_all()
+        await house.until(control.lost.is_set, "the loss")
+        control.send(PhaseEntered(1))
+        await asyncio.to_thread(control.rejoin, HOST, other.port, 1)
+        await other.until(lambda: other.heard, "the greeting")
+        assert other.heard == [("worker-0", PhaseEntered(7))]
+        assert not control.lost.is_set()
+        other.hub.send("worker-0", Quiesce(3, 4))
+        assert await received == Quiesce(3, 4)
+        assert (control.incarnation, control.generation, returned) == (1, 1, [])
+        other.hub.drop_all()
+        await other.until(lambda: other.gone, "the cut")
+        await asyncio.to_thread(control.rejoin, HOST, other.port, 1)
+        await other.until(lambda: returned, "the return")
+        assert returned == ["worker-0"]
+        control.close()
+        await other.hub.close()
+
+    visit(story)
