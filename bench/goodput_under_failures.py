@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.cluster.pool import DownPeriod, Host, Link, Pool
+from paceline.cluster.pool import DownPeriod, Host, Jitter, Link, Pool
 from paceline.launch.deadlines import SILENCE_S
 from paceline.plan.cost_model import Workload, allreduce_s
 from paceline.protocol.run_spec import RunSpec
@@ -47,7 +47,7 @@ SHARE, PARAMETERS = 64, 25_000_000
 STORAGE_BYTES_S = 1e9
 """Rate at which a checkpoint is written, and read again by all machines at the same time."""
 GROUPS = (1, 5)
-REFERENCE_STEPS = 10
+REFERENCE_STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,10 @@ def make_pool(machines: int, outages: list[Outage]) -> Pool:
         Host(host=f"m{i}", cores=8, gflops=100, startup_s=STARTUP_S, down=tuple(down.get(i, ())))
         for i in range(machines)
     )
-    pool = Pool(hosts=tuple(hosts), link=Link(mbit_s=10_000, latency_ms=0.05))
+    # Without jitter a short run has the rate of a long one.
+    pool = Pool(
+        hosts=tuple(hosts), link=Link(mbit_s=10_000, latency_ms=0.05), jitter=Jitter(cv=0.0)
+    )
     return pool.model_copy(update={"collective_gb_s": 5.0})
 
 
