@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import sys
@@ -19,7 +20,28 @@ from paceline.cluster.diagnosis import Problem, diagnose
 from paceline.cluster.doctor import Examination, MachineExamination, MachinePair, round_robin_pairs
 from paceline.cluster.measurements import examination_to_json, find_link, update_pool
 from paceline.cluster.pool import Gpu, Host, Pool, read_pool
+from paceline.cluster.shell import LocalShell, RemoteProgram
 from paceline.errors import HostError
+
+ANSWERS_LATE = b"""import sys
+lines = sys.stdin.buffer.readline(), sys.stdin.buffer.readline()
+print('{"n": 1}', '{"n": 2}', sep="\\n")
+"""
+
+
+def test_an_answer_after_its_deadline_is_not_taken_for_the_next_one() -> None:
+    async def talk() -> dict[str, Any]:
+        local = LocalShell(Host(host="h1"))
+        program = RemoteProgram(local, await local.open(None), "late")
+        await program.write(b"%d\n" % len(ANSWERS_LATE) + ANSWERS_LATE)
+        with pytest.raises(HostError, match=r"no answer to first within 0\.1 s"):
+            await program.ask({"do": "first"}, 0.1)
+        answer = await program.ask({"do": "second"}, 10)
+        await program.end(10)
+        return answer
+
+    assert asyncio.run(talk()) == {"n": 2}
+
 
 # ---- rules on plain data ---------------------------------------------------------------------
 

@@ -109,7 +109,8 @@ def test_shipped_matrices_are_whole(path: Path, scale: str) -> None:
     assert cells
     if scale == "small":
         assert {cell.job["data"] for cell in cells} == {"digits"}
-        assert len(cells) <= 16
+        # Others run only where TensorFlow is installed.
+        assert sum(cell.peer is None for cell in cells) <= 16
 
 
 @pytest.mark.parametrize(

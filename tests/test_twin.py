@@ -504,7 +504,7 @@ def test_jitter_has_its_mean_and_spread(shape: Any) -> None:
     import numpy as np
 
     draws = JitterSource([Jitter(shape=shape, cv=0.3)] * 2, seed=7)
-    drawn = np.array([draws.all() for _ in range(20_000)])
+    drawn = np.array([draws.each(np.arange(2)) for _ in range(20_000)])
     assert drawn.mean() == pytest.approx(1.0, abs=0.01)
     assert drawn.std() == pytest.approx(0.3, abs=0.01)
     assert drawn.min() >= 0

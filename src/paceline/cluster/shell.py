@@ -86,6 +86,8 @@ class RemoteProgram:
         self._streams = streams
         self._buffer = bytearray()
         self._errors = bytearray()
+        self._overdue = 0
+        """Answers that came after their deadline, or are still to come."""
         self._reading = asyncio.create_task(self._keep_errors())
 
     async def send(self, message: Frame) -> None:
@@ -106,8 +108,11 @@ class RemoteProgram:
         doing = doing or self.what
         try:
             async with asyncio.timeout(timeout_s):
+                while self._overdue and (await self._line()).endswith(b"\n"):
+                    self._overdue -= 1
                 line = await self._line()
         except TimeoutError:
+            self._overdue += 1
             problem = f"no answer to {doing} within {timeout_s:g} s"
             raise HostError(self.host.host, "deadline", problem) from None
         if not line.endswith(b"\n"):
