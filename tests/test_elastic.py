@@ -143,7 +143,7 @@ def test_restarts_are_limited() -> None:
     assert policy.why_excluded(who) == "worker 0 was restarted 5 times and is excluded"
     who = "server-1"
     for n in range(SAME_PLACE):
-        last = policy.next_delay_s(who, f"server 1 (pid {n}) failed: ValueError: bad")
+        last = policy.next_delay_s(who, f"server 1 (pid {n}) failed at step {n}: ValueError: bad")
     assert last is None
     assert policy.why_excluded(who) == "server 1 ended 3 times at the same place and is excluded"
     assert RestartPolicy(0).next_delay_s("worker-0", "gone") is None
@@ -349,14 +349,14 @@ def test_killed_worker_joins_again(start_cli: StartCli, tmp_path: Path) -> None:
 def test_stopped_worker_is_excluded_and_readmitted(start_cli: StartCli, tmp_path: Path) -> None:
     out = tmp_path / "run"
     started = start_cli(
-        *("train", "--workers", 2, "--min-workers", 1, "--epochs", 700, "--batch", 32),
-        *("--out", out, "--checkpoint-every", "never"),
+        *("train", "--workers", 2, "--min-workers", 1, "--epochs", 8, "--batch", 32),
+        *("--delay", "worker=0,ms=100", "--out", out, "--checkpoint-every", "never"),
     )
     wait_until(lambda: has_begun(out, 2) or started.ended(), "the first steps", 60)
     os.kill(pid_of_worker(out, 1), signal.SIGSTOP)
     finished = started.wait(300)
     assert finished.code == 0, finished.stderr
-    views = check_result(out, 700)["views"]
+    views = check_result(out, 8)["views"]
     assert [view["members"] for view in views] == [[0], [0, 1]]
     assert views[0]["reason"].startswith("worker 1 sent no heartbeat for ")
 
@@ -399,11 +399,15 @@ def test_error_of_the_job_ends_the_run(run_cli: RunCli, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_worker_that_always_fails_is_excluded(run_cli: RunCli, tmp_path: Path) -> None:
     job = tmp_path / "faulty_job.py"
-    job.write_text(JOB.format(condition="self.worker == 1").replace("epochs=3", "epochs=600"))
+    job.write_text(JOB.format(condition="self.worker == 1").replace("epochs=3", "epochs=16"))
     out = tmp_path / "run"
-    finished = run_cli("train", job, "--min-workers", 1, "--out", out, "--quiet", timeout=200)
+    finished = run_cli(
+        *("train", job, "--min-workers", 1, "--delay", "worker=0,ms=100", "--out", out),
+        "--quiet",
+        timeout=200,
+    )
     assert finished.code == 0, finished.stderr
-    views = check_result(out, 600)["views"]
+    views = check_result(out, 16)["views"]
     assert views[-1]["members"] == [0]
     assert views[-1]["reason"].endswith(
         "; worker 1 ended 3 times at the same place and is excluded"

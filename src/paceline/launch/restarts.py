@@ -7,7 +7,9 @@ FIRST_DELAY_S = 0.2
 MAX_DELAY_S = 30.0
 SAME_PLACE = 3
 """A process that ends this often at the same place is not started again."""
-_PID = re.compile(r"\(pid \d+\) ")
+_VARIABLE = re.compile(r"\(pid \d+\) |(?<= failed) at step \d+")
+"""Parts of a failure that do not distinguish places: the step of an exception is that of the last
+report, which may be older."""
 
 
 class RestartPolicy:
@@ -21,7 +23,7 @@ class RestartPolicy:
 
     def next_delay_s(self, who: str, failure: str) -> float | None:
         """Returns the wait before the next restart; None if there is none."""
-        place = who, _PID.sub("", failure)
+        place = who, _VARIABLE.sub("", failure)
         self._places[place] += 1
         if self._restarts[who] >= self._limit or self._places[place] >= SAME_PLACE:
             return None
