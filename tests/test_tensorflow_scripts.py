@@ -78,8 +78,8 @@ def test_scripts_over_arrays_need_no_tensorflow(
     assert read_result(out)["status"] == "done"
 
 
-def run_script(script: Path, *args: object) -> str:
-    """Runs a script as a worker does, up to an error; returns the message."""
+def run_script(script: Path, *args: object, python: str = sys.executable) -> str:
+    """Runs a script as a worker does, up to an error; returns its output and the message."""
     code = (
         "import sys\n"
         "from paceline.errors import UsageError\n"
@@ -89,7 +89,7 @@ def run_script(script: Path, *args: object) -> str:
         "except UsageError as error:\n"
         "    print('error', error)\n"
     )
-    command = [sys.executable, "-c", code, script, *args]
+    command = [python, "-c", code, script, *args]
     done = subprocess.run(
         list(map(str, command)), capture_output=True, text=True, timeout=RUN_S, cwd=ROOT
     )
@@ -172,6 +172,23 @@ def find_tensorflow() -> str:
     if not PEER.exists():
         pytest.skip("TensorFlow is not installed: run `make peers`")
     return str(PEER)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_operations_of_tensorflow_in_layers_are_reported(tmp_path: Path) -> None:
+    script = tmp_path / "layer.py"
+    script.write_text(
+        "import numpy as np\n"
+        "import tensorflow as tf\n"
+        "model = tf.keras.Sequential([tf.keras.layers.Dense(3, activation=tf.nn.relu)])\n"
+        "model.compile(loss='mse')\n"
+        "model.fit(np.ones((8, 2)), np.ones((8, 3)))\n"
+    )
+    error = run_script(script, python=find_tensorflow()).splitlines()[-1]
+    assert error.startswith("error layer.py:5: `model.fit(np.ones((8, 2)), np.ones((8, 3)))`: ")
+    assert "an operation of TensorFlow was applied to a tensor of torch" in error
+    assert error.endswith("use keras.ops in layers, losses and metrics")
 
 
 def run_bench(rows: Path, *args: str) -> list[float]:

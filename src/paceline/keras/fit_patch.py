@@ -36,6 +36,8 @@ def patch_fit(keras: Any) -> None:
     if importlib.machinery.PathFinder.find_spec("tensorflow") is None:
         module_utils.tensorflow._available = False
     accept_keras_2_names(keras)
+    # The cause of an error is known by the packages in its traceback.
+    keras.config.disable_traceback_filtering()
     session = custom_loop._session
     if session is None:
         return
