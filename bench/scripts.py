@@ -147,6 +147,8 @@ def measure(
     else:
         text = run_paceline(script, arm, args, work / "run", lab)
     found = re.findall(r"(?:^|\] )accuracy ([0-9.]+)", text, re.MULTILINE)
+    if "left running:" in text:
+        raise SystemExit(f"{name} under {arm} left processes behind:\n{text[-4000:]}")
     if not found or len(set(found)) > 1:
         raise SystemExit(f"{name} under {arm}: no single accuracy in the output:\n{text[-4000:]}")
     row: dict[str, Any] = {"script": name, "arm": arm, "seed": seed, "accuracy": float(found[0])}
