@@ -165,3 +165,13 @@ def test_the_command_shows_views(run_cli: RunCli, tmp_path: Path, strategy: str)
     assert [row["members"] for row in result["views"]] == [[0, 2, 3]]
     assert result["samples"] == 3 * 1297
     assert result["test_acc"] > 0.5
+
+
+def test_reasons_of_many_changes_stay_short() -> None:
+    """A machine fails every two seconds, and no view is complete before the next failure."""
+    work = dataclasses.replace(WORK, epochs=100, batch=500)
+    pool = Pool(hosts=machines(100), mtbf_s=200.0, repair_s=5.0)
+    world = play("allreduce", pool, work=work)
+    assert world.end is not None
+    assert "more changes; worker" in str(world.end.error)
+    assert len(str(world.end.error)) < 600

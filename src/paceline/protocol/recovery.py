@@ -45,6 +45,8 @@ from paceline.protocol.view import MemberLost, MembershipView
 from paceline.specs.strategy import Strategy
 from paceline.telemetry.events import Event, ViewChanged, ViewRow
 
+MAX_REASONS = 8
+"""Reasons that are named for one change of the view; others are counted."""
 MAX_RENEWALS = 3
 """A view in which exchanges fail this often although no worker is lost ends the run."""
 
@@ -299,7 +301,7 @@ class ViewSequence(MemberRules, JournalKeeper):
         if not contains:
             raise RunStopped(
                 "failed",
-                f"{'; '.join(self._reasons)}, and no other worker holds the complete state of "
+                f"{join_reasons(self._reasons)}, and no other worker holds the complete state of "
                 f"{self._strategy()}; continue from the latest checkpoint with --resume",
             )
         samples = max(contains)[0]
@@ -327,7 +329,7 @@ class ViewSequence(MemberRules, JournalKeeper):
             seconds=self._event_time,
             members=list(self.view.workers),
             servers=list(self.view.servers),
-            reason="; ".join(self._reasons),
+            reason=join_reasons(self._reasons),
             pause_s=round(self._now - self._changing_since, 6),
             recomputed=recomputed,
         )
@@ -399,6 +401,14 @@ class ViewSequence(MemberRules, JournalKeeper):
 
     def _emit(self, event: Event) -> None:
         self._actions.append(EmitEvent(event))
+
+
+def join_reasons(reasons: list[str]) -> str:
+    """Returns one line; of many reasons, the first ones and the last."""
+    if len(reasons) > MAX_REASONS:
+        more = f"{len(reasons) - MAX_REASONS} more changes"
+        reasons = [*reasons[: MAX_REASONS - 1], more, reasons[-1]]
+    return "; ".join(reasons)
 
 
 def same_facts(ready: WorkerReady, facts: WorkerReady) -> bool:
