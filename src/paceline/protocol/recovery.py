@@ -311,11 +311,14 @@ class ViewSequence(MemberRules, JournalKeeper):
             self._pace.rewind(samples)
         equal = len(contains) == len(offers) and all(held == samples for held, _ in contains)
         exact = self._strategy().exact and self._strategy().servers_for(self.view.size) == 0
+        # With servers, the state contains all updates, of which workers know only those up to the
+        # last quiesce.
+        self._view_samples = self.history.samples
+        keeps = equal and exact
+        joining = not all(offer.complete for offer in offers)
         yield from self._ask_all_workers(
-            FormGroup(source, samples, not (equal and exact), not all(o.complete for o in offers)),
-            GroupFormed,
+            FormGroup(source, self._view_samples, not keeps, joining), GroupFormed
         )
-        self._view_samples = samples
         self._on_view_changed()
         yield from self._start_strategy()
         self._note_change(max(0, reached - samples))
