@@ -44,6 +44,9 @@ PR_SET_CHILD_SUBREAPER = 36
 # Orphans become children of this process, where the leak check finds them.
 ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
+# Tests send it to commands, which would inherit that nohup ignores it.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
 MARK = "PACELINE_TEST_MARK"
 """In the environment of every process that a test starts, however far down."""
 LEAVE_S = 5.0

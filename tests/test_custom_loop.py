@@ -186,7 +186,8 @@ def test_script_that_raises(run_cli: RunCli, script: Path) -> None:
         "launch", script, "--workers", 2, "--out", out, "--quiet", "--", ".", "raise"
     )
     assert finished.code == 1
-    assert re.search(r"worker [01] failed at step \d+: RuntimeError: the dog", finished.last_line)
+    line = r"worker [01] failed at step \d+: loop\.py:\d+: `raise .*`: RuntimeError: the dog ate"
+    assert re.search(line, finished.last_line)
     # The traceback leads to the line in the user's script.
     assert re.search(r'loop\.py", line \d+, in <module>', finished.stderr)
     assert read_result(out)["status"] == "failed"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from conftest import RunCli, StartCli, Started, pid_of_worker, read_result, wait_until
+from conftest import RunCli, StartCli, pid_of_worker, read_result, wait_until
 from elastic_schedules import run_schedules
 from paceline.launch.remote_launcher import choose_site
 from paceline.launch.restarts import SAME_PLACE, RestartPolicy
@@ -436,20 +436,17 @@ def test_weights_after_a_loss_are_bit_identical(
 ) -> None:
     """With a replacement, for which the others wait; and without, by fixed shares."""
 
-    def start(name: str) -> Started:
-        return start_cli(
+    def train(name: str, *faults: str) -> None:
+        finished = start_cli(
             *("train", "--strategy", strategy, "--workers", workers, "--min-workers", least),
             *("--restarts", restarts, "--epochs", 15, "--batch", 32, "--out", tmp_path / name),
-            *("--checkpoint-every", "never"),
-        )
+            *("--checkpoint-every", "never", *faults),
+        ).wait(240)
+        assert finished.code == 0, finished.stderr
 
-    calm, out = start("calm").wait(240), tmp_path / "run"
-    assert calm.code == 0, calm.stderr
-    started = start("run")
-    wait_until(lambda: has_begun(out, workers) or started.ended(), "the first steps", 60)
-    os.kill(pid_of_worker(out, 1), signal.SIGKILL)
-    finished = started.wait(240)
-    assert finished.code == 0, finished.stderr
+    out = tmp_path / "run"
+    train("calm")
+    train("run", "--fault", "kill worker=1 at=30%")
     assert [view["members"] for view in check_result(out, 15)["views"]] == views
     assert digest(out) == digest(tmp_path / "calm")
 

@@ -147,7 +147,8 @@ def test_refusals_are_one_line_each(
     assert refusal("leave", out, "worker=1") == (
         "worker 1 cannot leave: fewer than --min-workers 2 would remain"
     )
-    run.kill()
+    os.kill(run.pid, signal.SIGTERM)  # The workers would survive its SIGKILL.
+    assert run.wait(JOIN_S).code == 130
 
 
 def test_another_version_is_refused() -> None:

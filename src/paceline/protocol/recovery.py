@@ -219,9 +219,9 @@ class ViewSequence(MemberRules, JournalKeeper):
 
     def _refuse_other_jobs(self) -> None:
         """Refuses workers whose data or batch differs from those of the run, once it is known."""
-        facts = next(iter(self._ready.values()), None)
-        if facts is None:
+        if not self._ready:
             return
+        facts = self._ready[min(self._ready)]
         for worker, ready in list(self._joining.items()):
             if not same_facts(ready, facts):
                 del self._joining[worker]
