@@ -254,7 +254,7 @@ class ElasticPlay:
 
     @property
     def memory(self) -> CoordinatorMemory | None:
-        """What the journal contains."""
+        """Contents of the journal."""
         return replay_journal(entry_from_plain(json.loads(line)) for line in self.journal)
 
     def restart_coordinator(self) -> None:
