@@ -380,7 +380,7 @@ def test_peer_of_another_coordinator_is_refused() -> None:
 
 
 def test_member_rejoins_another_coordinator() -> None:
-    """What it sends while it has none is dropped; its greeting comes first."""
+    """Messages to a lost coordinator are dropped; the greeting to the next one comes first."""
 
     async def story(house: House) -> None:
         other = House()
